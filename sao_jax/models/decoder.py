@@ -1,0 +1,164 @@
+"""A decoder-only language model in Flax NNX.
+
+Layers are NNX modules; everything above them works on plain nested dicts of arrays:
+
+    params = init_params(config, key)            # {"embed": [V, D], "layers": {"0": {...}}, "norm": [D], ...}
+    model = bind(config, params)                 # inside a jitted function
+    hidden = model(tokens_BxT)                   # [B, T, D]
+
+Shapes: B rows, T positions, D width, H query heads, K key/value heads, E head width, F MLP width, V vocabulary.
+Weight products are done on [B*T, D], which is what the hardware likes best.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from sao_jax.models.config import ModelConfig
+
+
+def rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
+    """x / sqrt(mean(x^2) + eps) * gain over the last axis, in float32, returned in the type of x."""
+    x32 = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * scale * gain).astype(x.dtype)
+
+
+def rotary_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+    """(cos, sin), each positions.shape + [head_dim / 2], float32, for the half-split convention of Llama and Qwen."""
+    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    angle = positions[..., None].astype(jnp.float32) * frequency
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates the pairs (x[i], x[i + E/2]); x is [..., heads, E], cos and sin [..., E/2]."""
+    a, b = jnp.split(x, 2, axis=-1)
+    cos, sin = cos[..., None, :].astype(x.dtype), sin[..., None, :].astype(x.dtype)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def causal_attention(q_BxTxHxE, k_BxTxKxE, v_BxTxKxE) -> jax.Array:
+    """Softmax attention in which position t sees positions 0..t; plain reference form. Returns [B, T, H, E]."""
+    B, T, H, E = q_BxTxHxE.shape
+    K = k_BxTxKxE.shape[2]
+    q = q_BxTxHxE.reshape(B, T, K, H // K, E)
+    scores = jnp.einsum("btkge,bske->bkgts", q, k_BxTxKxE, preferred_element_type=jnp.float32) * E**-0.5
+    visible = jnp.tril(jnp.ones((T, T), bool))
+    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1).astype(v_BxTxKxE.dtype)
+    return jnp.einsum("bkgts,bske->btkge", weights, v_BxTxKxE).reshape(B, T, H, E)
+
+
+def _weight(rngs: nnx.Rngs, *shape: int) -> nnx.Param:
+    """Normal with standard deviation 1/sqrt(fan in)."""
+    return nnx.Param(jax.random.normal(rngs.params(), shape, jnp.float32) * shape[0] ** -0.5)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with one fused product for queries, keys and values."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        c = self.config = config
+        self.norm = nnx.Param(jnp.ones((c.dim,)))
+        self.qkv = _weight(rngs, c.dim, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim)
+        self.out = _weight(rngs, c.num_heads * c.head_dim, c.dim)
+        if c.qk_norm:
+            self.q_norm = nnx.Param(jnp.ones((c.head_dim,)))
+            self.k_norm = nnx.Param(jnp.ones((c.head_dim,)))
+
+    def project(self, x_BxTxD, cos, sin):
+        """Rotated queries [B, T, H, E], rotated keys and values [B, T, K, E] of the normalised input."""
+        c = self.config
+        B, T, D = x_BxTxD.shape
+        x = rms_norm(x_BxTxD.reshape(B * T, D), self.norm[...], c.norm_eps)
+        qkv = (x @ self.qkv[...].astype(x.dtype)).reshape(B, T, -1, c.head_dim)
+        q, k, v = jnp.split(qkv, [c.num_heads, c.num_heads + c.num_kv_heads], axis=2)
+        if c.qk_norm:
+            q = rms_norm(q, self.q_norm[...], c.norm_eps)
+            k = rms_norm(k, self.k_norm[...], c.norm_eps)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def merge(self, heads_BxTxHxE):
+        B, T, H, E = heads_BxTxHxE.shape
+        return (heads_BxTxHxE.reshape(B * T, H * E) @ self.out[...].astype(heads_BxTxHxE.dtype)).reshape(B, T, -1)
+
+    def __call__(self, x_BxTxD, cos, sin):
+        return self.merge(causal_attention(*self.project(x_BxTxD, cos, sin)))
+
+
+class Mlp(nnx.Module):
+    """SwiGLU: (silu(x gate) * (x up)) down."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        c = self.config = config
+        self.norm = nnx.Param(jnp.ones((c.dim,)))
+        self.gate = _weight(rngs, c.dim, c.mlp_dim)
+        self.up = _weight(rngs, c.dim, c.mlp_dim)
+        self.down = _weight(rngs, c.mlp_dim, c.dim)
+
+    def __call__(self, x_BxTxD):
+        B, T, D = x_BxTxD.shape
+        x = rms_norm(x_BxTxD.reshape(B * T, D), self.norm[...], self.config.norm_eps)
+        y = jax.nn.silu(x @ self.gate[...].astype(x.dtype)) * (x @ self.up[...].astype(x.dtype))
+        return (y @ self.down[...].astype(x.dtype)).reshape(B, T, D)
+
+
+class Block(nnx.Module):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.attn = Attention(config, rngs=rngs)
+        self.mlp = Mlp(config, rngs=rngs)
+
+    def __call__(self, x_BxTxD, cos, sin):
+        x_BxTxD = x_BxTxD + self.attn(x_BxTxD, cos, sin)
+        return x_BxTxD + self.mlp(x_BxTxD)
+
+
+class Decoder(nnx.Module):
+    """tokens [B, T] -> final normalised hidden states [B, T, D]; `head` gives the matrix to logits."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        c = self.config = config
+        self.embed = nnx.Param(jax.random.normal(rngs.params(), (c.vocab_size, c.dim)) * c.dim**-0.5)
+        self.layers = nnx.List([Block(c, rngs=rngs) for _ in range(c.num_layers)])
+        self.norm = nnx.Param(jnp.ones((c.dim,)))
+        if not c.tied:
+            self.unembed = _weight(rngs, c.dim, c.vocab_size)
+
+    def embed_tokens(self, tokens):
+        return jnp.take(self.embed[...], tokens, axis=0).astype(self.config.dtype)
+
+    def head(self) -> jax.Array:
+        """[D, V], float32."""
+        return self.embed[...].T if self.config.tied else self.unembed[...]
+
+    def final_norm(self, x):
+        return rms_norm(x, self.norm[...], self.config.norm_eps)
+
+    def __call__(self, tokens_BxT):
+        c = self.config
+        cos, sin = rotary_angles(jnp.arange(tokens_BxT.shape[1]), c.head_dim, c.rope_theta)
+        x = self.embed_tokens(tokens_BxT)
+        for block in self.layers:
+            x = block(x, cos, sin)
+        return self.final_norm(x)
+
+
+@functools.cache
+def _graph(config: ModelConfig):
+    return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))[0]
+
+
+def _string_keys(tree):
+    return {str(k): _string_keys(v) for k, v in tree.items()} if isinstance(tree, dict) else tree
+
+
+def init_params(config: ModelConfig, key: jax.Array) -> dict:
+    """Fresh parameters as nested dicts with string keys."""
+    return _string_keys(nnx.to_pure_dict(nnx.state(Decoder(config, rngs=nnx.Rngs(params=key)))))
+
+
+def bind(config: ModelConfig, params: dict) -> Decoder:
+    """The module over `params`; cheap, meant to be called inside a jitted function."""
+    return nnx.merge(_graph(config), params)

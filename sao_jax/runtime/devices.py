@@ -1,0 +1,35 @@
+"""Which devices a program runs on; called by entry points before anything touches a JAX backend."""
+
+import os
+import pathlib
+
+
+def prepare_backend(num_devices: int | None = None) -> None:
+    """Chooses the platform, and on CPU the number of virtual devices (default: one per usable core).
+
+    Without an NVIDIA device the CUDA plugin would print a traceback, so the CPU platform is chosen explicitly unless
+    JAX_PLATFORMS is set. One virtual device per core is faster than one device with a pool of threads: each core then
+    works on its own rows, and a reduction joins them once per update.
+    """
+    has_nvidia = pathlib.Path("/dev/nvidiactl").exists() or pathlib.Path("/proc/driver/nvidia").exists()
+    if not has_nvidia:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import jax
+
+    if os.environ.get("JAX_PLATFORMS"):
+        jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        jax.config.update("jax_num_cpu_devices", num_devices or len(os.sched_getaffinity(0)))
+
+
+def data_mesh(num_devices: int | None = None):
+    """A one-dimensional mesh with axis "data" over the first `num_devices` devices (default: all)."""
+    import jax
+
+    available = len(jax.devices())
+    count = num_devices or available
+    if count > available:
+        raise ValueError(f"{count} devices asked for, {available} available")
+    return jax.make_mesh(
+        (count,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:count]
+    )
