@@ -16,14 +16,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from sao_jax.models.attention import attention
 from sao_jax.models.config import ModelConfig
-
-
-def rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
-    """x / sqrt(mean(x^2) + eps) * gain over the last axis, in float32, returned in the type of x."""
-    x32 = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (x32 * scale * gain).astype(x.dtype)
+from sao_jax.models.norms import normalize, rms_norm, scaled_product
 
 
 def rotary_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
@@ -38,17 +33,6 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     a, b = jnp.split(x, 2, axis=-1)
     cos, sin = cos[..., None, :].astype(x.dtype), sin[..., None, :].astype(x.dtype)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-
-
-def causal_attention(q_BxTxHxE, k_BxTxKxE, v_BxTxKxE) -> jax.Array:
-    """Softmax attention in which position t sees positions 0..t; plain reference form. Returns [B, T, H, E]."""
-    B, T, H, E = q_BxTxHxE.shape
-    K = k_BxTxKxE.shape[2]
-    q = q_BxTxHxE.reshape(B, T, K, H // K, E)
-    scores = jnp.einsum("btkge,bske->bkgts", q, k_BxTxKxE, preferred_element_type=jnp.float32) * E**-0.5
-    visible = jnp.tril(jnp.ones((T, T), bool))
-    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1).astype(v_BxTxKxE.dtype)
-    return jnp.einsum("bkgts,bske->btkge", weights, v_BxTxKxE).reshape(B, T, H, E)
 
 
 def _weight(rngs: nnx.Rngs, *shape: int) -> nnx.Param:
@@ -72,8 +56,8 @@ class Attention(nnx.Module):
         """Rotated queries [B, T, H, E], rotated keys and values [B, T, K, E] of the normalised input."""
         c = self.config
         B, T, D = x_BxTxD.shape
-        x = rms_norm(x_BxTxD.reshape(B * T, D), self.norm[...], c.norm_eps)
-        qkv = (x @ self.qkv[...].astype(x.dtype)).reshape(B, T, -1, c.head_dim)
+        y = normalize(x_BxTxD.reshape(B * T, D), c.norm_eps)
+        qkv = scaled_product(y, self.norm[...], self.qkv[...], x_BxTxD.dtype).reshape(B, T, -1, c.head_dim)
         q, k, v = jnp.split(qkv, [c.num_heads, c.num_heads + c.num_kv_heads], axis=2)
         if c.qk_norm:
             q = rms_norm(q, self.q_norm[...], c.norm_eps)
@@ -85,7 +69,7 @@ class Attention(nnx.Module):
         return (heads_BxTxHxE.reshape(B * T, H * E) @ self.out[...].astype(heads_BxTxHxE.dtype)).reshape(B, T, -1)
 
     def __call__(self, x_BxTxD, cos, sin):
-        return self.merge(causal_attention(*self.project(x_BxTxD, cos, sin)))
+        return self.merge(attention(*self.project(x_BxTxD, cos, sin)))
 
 
 class Mlp(nnx.Module):
@@ -100,9 +84,10 @@ class Mlp(nnx.Module):
 
     def __call__(self, x_BxTxD):
         B, T, D = x_BxTxD.shape
-        x = rms_norm(x_BxTxD.reshape(B * T, D), self.norm[...], self.config.norm_eps)
-        y = jax.nn.silu(x @ self.gate[...].astype(x.dtype)) * (x @ self.up[...].astype(x.dtype))
-        return (y @ self.down[...].astype(x.dtype)).reshape(B, T, D)
+        y = normalize(x_BxTxD.reshape(B * T, D), self.config.norm_eps)
+        gate = scaled_product(y, self.norm[...], self.gate[...], x_BxTxD.dtype)
+        up = scaled_product(y, self.norm[...], self.up[...], x_BxTxD.dtype)
+        return ((jax.nn.silu(gate) * up) @ self.down[...].astype(up.dtype)).reshape(B, T, D)
 
 
 class Block(nnx.Module):

@@ -30,6 +30,18 @@ def data_mesh(num_devices: int | None = None):
     count = num_devices or available
     if count > available:
         raise ValueError(f"{count} devices asked for, {available} available")
-    return jax.make_mesh(
-        (count,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:count]
-    )
+    return jax.make_mesh((count,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:count])
+
+
+class CompileCounter:
+    """Counts XLA compilations of this process from its construction on."""
+
+    def __init__(self):
+        from jax import monitoring
+
+        self.count = 0
+        monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event: str, duration: float, **_) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            self.count += 1

@@ -1,0 +1,75 @@
+"""What the device sees of a trajectory: one right-padded row of fixed length."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sao_jax.data.trajectory import NoActionError, Trajectory
+
+# name -> (dtype, whether it has one entry per token); L is the padded length
+ROW_FIELDS: dict[str, tuple[type, bool]] = {
+    "tokens": (np.int32, True),
+    "action_mask": (np.bool_, True),
+    "rollout_logp": (np.float32, True),
+    "rewards": (np.float32, True),
+    "segment_ids": (np.int32, True),
+    "length": (np.int32, False),
+    "lambda_": (np.float32, False),
+    "truncated": (np.bool_, False),
+    "advantage": (np.float32, False),
+    "temperature": (np.float32, False),
+}
+
+
+def make_row(
+    t: Trajectory, *, length: int, steps_per_segment: int, lambda_: float, advantage: float = 0.0
+) -> dict[str, np.ndarray]:
+    """A trajectory as arrays of the types in ROW_FIELDS, per-token ones right-padded to [length].
+
+    Padding is token 0, not an action, and keeps the last segment's id, so that no seam appears at the end.
+    `lambda_` is the policy's lambda for this trajectory; `advantage` is one given from outside (0: unused).
+
+    Raises:
+      NoActionError: no action token.
+      ValueError: longer than `length`, aborted (never trained), or sampled greedily (no ratio exists).
+    """
+    if t.length > length:
+        raise ValueError(f"trajectory of {t.length} tokens does not fit a row of {length}")
+    if t.end == "aborted":
+        raise ValueError(f"an aborted trajectory ({t.reason or 'no reason given'}) is not trained")
+    if not t.temperature > 0:
+        raise ValueError(f"temperature {t.temperature} leaves no log-probabilities to train on; it must be above 0")
+    if not np.any(t.action_mask):
+        raise NoActionError(f"no action token among the {t.length} tokens of task {t.task!r}")
+    row = blank_row(length)
+    for name in ("tokens", "action_mask", "rollout_logp", "rewards"):
+        row[name][: t.length] = getattr(t, name)
+    segments = t.segment_ids(steps_per_segment)
+    row["segment_ids"][:] = segments[-1]
+    row["segment_ids"][: t.length] = segments
+    scalars = dict(length=t.length, lambda_=lambda_, truncated=t.end == "truncated", advantage=advantage)
+    scalars["temperature"] = t.temperature
+    return row | {name: np.asarray(value, ROW_FIELDS[name][0]) for name, value in scalars.items()}
+
+
+def blank_row(length: int) -> dict[str, np.ndarray]:
+    """A row without any action token, to fill up a batch: it adds exactly nothing to any sum or count.
+
+    Length and temperature are 1, so that indexing the last token and dividing by the temperature are safe.
+    """
+    row = {name: np.zeros((length,) if per_token else (), dtype) for name, (dtype, per_token) in ROW_FIELDS.items()}
+    return row | {"length": np.asarray(1, np.int32), "temperature": np.asarray(1, np.float32)}
+
+
+def stack_rows(rows: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Rows of equal length as one batch: every field gains a leading axis."""
+    return {name: np.stack([row[name] for row in rows]) for name in ROW_FIELDS}
+
+
+def last_index(mask: np.ndarray) -> np.ndarray:
+    """Largest index with mask 1 along the last axis, int32 [...]; -1 where there is none.
+
+    Counting (sum - 1) would be right only for masks without gaps that start at 0.
+    """
+    mask = np.asarray(mask, bool)
+    return np.max(np.where(mask, np.arange(mask.shape[-1]), -1), axis=-1, initial=-1).astype(np.int32)

@@ -1,0 +1,154 @@
+"""Base classes that make a new task about thirty lines.
+
+A task subclasses `TaskFamily` and writes three methods: `sample` draws a problem, `prompt` shows it, `respond`
+answers the actions so far. `respond` is a function of the problem and the actions alone, so an attempt can be
+restored anywhere, checked from any thread and replayed exactly. A fourth, `expert`, gives demonstrations.
+
+    class Echo(TaskFamily):
+        name, stop, max_tokens, max_turns = "echo", ";", 16, 1
+        tokenizer = CharTokenizer("ab:;")
+
+        def sample(self, rng):
+            return "".join(rng.choices("ab", k=rng.randint(1, 6)))
+
+        def prompt(self, problem):
+            return problem + ":"
+
+        def respond(self, problem, actions):
+            return Outcome(end="terminated", reward=float(actions[-1] == problem + ";"))
+"""
+
+import dataclasses
+import hashlib
+import json
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from sao_jax.data.protocols import TURN_LIMIT, Outcome, Split, Tokenizer
+
+_MAX_DRAWS = 10_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Instance:
+    """One problem of a family, found again by (split, index)."""
+
+    family: str
+    split: str
+    index: int
+    problem: Any
+
+    @property
+    def id(self) -> str:
+        return f"{self.family}/{self.split}/{self.index}"
+
+
+class TaskFamily:
+    """A source of instances; see the module's text for what a subclass writes.
+
+    The split of a problem is decided by a hash of the problem itself: whatever is drawn for training is no test
+    problem, for any index. `test_share` of all problems are test problems.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    stop: str
+    max_tokens: int
+    max_turns: int
+    fast: bool = True
+    test_share: float = 0.2
+
+    def sample(self, rng: random.Random) -> Any:
+        """Draws a problem: plain data that JSON can hold, or a dataclass of such."""
+        raise NotImplementedError
+
+    def prompt(self, problem: Any) -> str:
+        raise NotImplementedError
+
+    def respond(self, problem: Any, actions: Sequence[str]) -> Outcome:
+        """The answer to the last of `actions` (at least one). No text that a policy can write may raise."""
+        raise NotImplementedError
+
+    def expert(self, problem: Any, actions: Sequence[str], rng: random.Random) -> str:
+        """The action an expert takes after `actions`. Every call of one attempt gets `rng` in the same state."""
+        raise NotImplementedError(f"task {self.name!r} has no scripted expert")
+
+    def instance(self, split: Split, index: int) -> Instance:
+        """The index-th instance of a split; the same on every machine. Raises ValueError for another split."""
+        if split not in ("train", "test"):
+            raise ValueError(f"split is {split!r}; allowed: train, test")
+        rng = random.Random(f"{self.name}/{split}/{index}")
+        for _ in range(_MAX_DRAWS):
+            problem = self.sample(rng)
+            if self._is_test(problem) == (split == "test"):
+                return Instance(self.name, split, index, problem)
+        raise ValueError(f"{_MAX_DRAWS} draws of task {self.name!r} gave no {split} problem; are there too few?")
+
+    def environment(self) -> "Environment":
+        return Environment(self)
+
+    def _is_test(self, problem: Any) -> bool:
+        digest = hashlib.sha256(f"{self.name}/{canonical(problem)}".encode()).digest()
+        return int.from_bytes(digest[:8], "big") < self.test_share * 2**64
+
+
+class Environment:
+    """One live attempt at one instance of a `TaskFamily`; keeps the actions and nothing else."""
+
+    def __init__(self, family: TaskFamily):
+        self._family = family
+        self._problem = None
+        self._actions: list[str] = []
+        self._over = True
+        self._expert_state = None
+
+    def reset(self, instance: Instance) -> str:
+        self.restore(instance, ())
+        return self._family.prompt(instance.problem)
+
+    def restore(self, instance: Instance, actions: Sequence[str]) -> None:
+        self._problem = instance.problem
+        self._actions = list(actions)
+        self._over = False
+        self._expert_state = None
+
+    def step(self, action: str) -> Outcome:
+        """The family's response; at the turn limit the attempt is terminated with the reward it has earned."""
+        if self._over:
+            raise RuntimeError("the attempt is over; call reset or restore first")
+        self._actions.append(action)
+        outcome = self._family.respond(self._problem, tuple(self._actions))
+        if outcome.end is None and len(self._actions) >= self._family.max_turns:
+            outcome = dataclasses.replace(outcome, end="terminated", reason=TURN_LIMIT)
+        self._over = outcome.end is not None
+        return outcome
+
+    def demonstrate(self, rng: random.Random) -> str:
+        """The expert's next action. One draw from `rng` per attempt fixes what the expert is going to do in it."""
+        if self._expert_state is None:
+            self._expert_state = rng.getrandbits(64)
+        expert_rng = random.Random(self._expert_state)
+        return self._family.expert(self._problem, tuple(self._actions), expert_rng)
+
+
+def demonstration(family: Any, split: Split, index: int, rng: random.Random) -> list[tuple[str, bool]]:
+    """An attempt played by the expert: (text, is_action) turns, prompt first. Works with any task that has one."""
+    environment, instance = family.environment(), family.instance(split, index)
+    turns = [(environment.reset(instance), False)]
+    end = None
+    while end is None:
+        action = environment.demonstrate(rng)
+        outcome = environment.step(action)
+        turns.append((action, True))
+        if outcome.observation:
+            turns.append((outcome.observation, False))
+        end = outcome.end
+    return turns
+
+
+def canonical(problem: Any) -> str:
+    """A problem as text; equal problems give equal text. Raises TypeError if it is not plain data."""
+    if dataclasses.is_dataclass(problem):
+        problem = dataclasses.asdict(problem)
+    return json.dumps(problem, sort_keys=True, separators=(",", ":"))

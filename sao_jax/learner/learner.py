@@ -1,0 +1,207 @@
+"""The learner: device-resident state that trajectories are put into one by one.
+
+    learner.put(row)          an arrival; copied to the device at once
+    learner.accumulate()      gradient calls on every row not used yet
+    learner.update()          the boundary: critic steps, policy step, smoothing; version + 1
+
+The result is a function of the order of these calls and the rows alone, so a recorded order can be replayed.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sao_jax.learner.layout import Layout
+from sao_jax.learner.objective import Choices, Numbers
+from sao_jax.learner.programs import FLOAT_FIELDS, INT_FIELDS, SCALAR_FIELDS, Programs
+from sao_jax.models.config import ModelConfig
+
+
+class Learner:
+    """Owns the state of one run on a mesh. All methods enqueue device work; only metrics are ever fetched.
+
+    Attributes:
+      state: what a checkpoint holds, see `programs`.
+      version: optimizer steps of the policy.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        choices: Choices,
+        numbers: Numbers,
+        layout: Layout,
+        mesh: jax.sharding.Mesh,
+        policy: dict,
+        *,
+        shard_params: bool = False,
+    ):
+        if layout.devices != mesh.size:
+            raise ValueError(f"the layout is for {layout.devices} devices, the mesh has {mesh.size}")
+        self.programs = Programs(config, choices, layout, mesh, shard_params)
+        self.choices, self.layout, self.mesh = choices, layout, mesh
+        self._replicated = jax.NamedSharding(mesh, jax.P())
+        self._by_device = jax.NamedSharding(mesh, jax.P("data"))
+        self.numbers = jax.device_put(numbers.traced(), self._replicated)
+        self.state = self.programs.new_state(jax.device_put(policy, self._replicated))
+        self.version = 0
+        self.critic_only = False
+        self._totals = self.programs.new_totals()
+        self._buffer = self.programs.new_buffer()
+        self._indices = [jax.device_put(jnp.int32(w), self._replicated) for w in range(layout.windows)]
+        self._filled = self._pending = 0
+        self.used_modes: set[str] = set()
+
+    # -- arrivals ------------------------------------------------------------------------------------------------
+
+    @property
+    def full(self) -> bool:
+        return self._filled == self.layout.batch
+
+    @property
+    def empty(self) -> bool:
+        return self._filled == 0
+
+    @property
+    def pending(self) -> int:
+        """Rows that no gradient call has used."""
+        return self._pending
+
+    def put(self, row: dict[str, np.ndarray]) -> None:
+        """Copies one row to its place in the batch; an arrival-trained critic steps on it right away."""
+        self._place(row)
+        if self.choices.critic_update == "arrival" and self.choices.has_critic and not self.critic_only:
+            self.accumulate()
+            self._step_critic()
+
+    def _place(self, row: dict) -> None:
+        if self.full:
+            raise RuntimeError("the batch is full; update first")
+        device, slot = self.layout.place(self._filled)
+        parts = (
+            np.stack([row[k].astype(np.int32) for k in INT_FIELDS]),
+            np.stack([row[k].astype(np.float32) for k in FLOAT_FIELDS]),
+            np.array([row[k] for k in SCALAR_FIELDS], np.float32),
+        )
+        parts = jax.device_put((np.int32(device), np.int32(slot), *parts), self._replicated)
+        self._buffer = self.programs.put(self._buffer, *parts)
+        self._filled += 1
+        self._pending += 1
+
+    def accumulate(self) -> None:
+        """Adds the unnormalised gradients of all rows not used yet."""
+        waits = self.critic_only or self.choices.policy_at_boundary
+        first, last = self._filled - self._pending, self._filled
+        self._call_windows("critic" if waits else "both", first, last)
+        self._pending = 0
+
+    def _call_windows(self, mode: str, first: int, last: int) -> None:
+        """One call per window that holds arrivals first..last-1, with the others masked."""
+        if first == last:
+            return
+        self.used_modes.add(mode)
+        program = self.programs.window(mode, not self.critic_only)
+        for index in range(self.layout.window(first), self.layout.window(last - 1) + 1):
+            live = np.zeros((self.layout.devices, self.layout.rows), bool)
+            for n in range(first, last):
+                if self.layout.window(n) == index:
+                    device, slot = self.layout.place(n)
+                    live[device, slot - index * self.layout.rows] = True
+            self._totals, self._buffer = program(
+                self.state,
+                self._totals,
+                self._buffer,
+                self._indices[index],
+                jax.device_put(live, self._by_device),
+                self.numbers,
+            )
+
+    # -- boundaries ----------------------------------------------------------------------------------------------
+
+    def _step_critic(self):
+        step = self.programs.critic_step(not self.critic_only)
+        self.state["critic"], self.state["critic_opt"], self._totals, norm = step(
+            self.state["critic"], self.state["critic_opt"], self._totals, self.numbers
+        )
+        return norm
+
+    def _filled_mask(self):
+        mask = np.zeros((self.layout.devices, self.layout.slots), bool)
+        for n in range(self._filled):
+            mask[self.layout.place(n)] = True
+        return jax.device_put(mask, self._by_device)
+
+    def update(self) -> dict[str, jax.Array]:
+        """Ends the batch, full or not. Returns metric sums still on the device.
+
+        With `critic_only` set the policy keeps its weights and the version does not move.
+        """
+        if self.empty:
+            raise RuntimeError("an update needs at least one trajectory")
+        self.accumulate()
+        if self.choices.policy_at_boundary and not self.critic_only:
+            self._buffer = self.programs.whiten(self._buffer, self._filled_mask())
+            self._call_windows("policy", 0, self._filled)
+        metrics = {}
+        if self.choices.has_critic and (self.choices.critic_update == "batch" or self.critic_only):
+            metrics["critic_grad_norm"] = self._step_critic()
+            for _ in range(self.choices.critic_passes - 1):
+                self._call_windows("again", 0, self._filled)
+                self._step_critic()
+        if self.critic_only:
+            self._totals, sums = self.programs.clear(self._totals)
+        else:
+            names = ("kl_coef", "adv_mean", "adv_sq")
+            scalars = {k: self.state[k] for k in names}
+            self.state["policy"], self.state["policy_opt"], scalars, self._totals, sums = self.programs.policy_step(
+                self.state["policy"],
+                self.state["policy_opt"],
+                scalars,
+                self._totals,
+                self._buffer,
+                self._filled_mask(),
+                self.numbers,
+            )
+            self.state |= scalars
+            self.version += 1
+        self._filled = self._pending = 0
+        return metrics | sums
+
+    def score(self, rows: list[dict]) -> dict[str, jax.Array]:
+        """Critic metric sums over `rows` without learning from them; the batch must be empty."""
+        if not self.empty:
+            raise RuntimeError("scoring needs an empty batch")
+        for start in range(0, len(rows), self.layout.batch):
+            for row in rows[start : start + self.layout.batch]:
+                self._place(row)
+            self._call_windows("score", 0, self._filled)
+            self._filled = self._pending = 0
+        self._totals, sums = self.programs.clear(self._totals)
+        return sums
+
+    def warm_up(self, row: dict, *, preheat: bool) -> list[str]:
+        """Compiles every program on a blank row and puts the state back; returns what was compiled."""
+        saved = jax.tree.map(jnp.copy, self.state), self.version, self.critic_only
+        for critic_only in (True, False) if preheat else (False,):
+            self.critic_only = critic_only
+            for _ in range(2):  # the second round has the programs' own results as inputs
+                self.put(row)
+                self.update()
+            if critic_only:
+                self.score([row])
+        self.state, self.version, self.critic_only = saved
+        steps = ["put", "policy step"] + (["critic step"] if self.choices.has_critic else [])
+        return steps + [f"gradient {mode}" for mode in sorted(self.used_modes)]
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    def published_policy(self) -> dict:
+        """The policy's parameters, whole on every device, safe to keep: they are never donated."""
+        if not self.programs.shard_params:
+            return self.state["policy"]
+        return jax.device_put(self.state["policy"], self._replicated)
+
+    def load(self, state: dict, version: int) -> None:
+        """Continues from a restored state at a boundary."""
+        self.state, self.version = state, version
+        self._totals, self._filled, self._pending = self.programs.new_totals(), 0, 0

@@ -1,0 +1,193 @@
+"""The gradient call: values, advantages and unnormalised gradient sums of one window of rows.
+
+Everything here runs inside `shard_map`; each device sees its own rows. Shapes: R rows per device, L tokens.
+Losses are sums; counts are summed beside them and divided by once, at the boundary.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from sao_jax.learner import sharding
+from sao_jax.learner.objective import Choices
+from sao_jax.models.config import ModelConfig
+from sao_jax.models.critic import critic_outputs, prefix_values
+from sao_jax.models.decoder import bind
+from sao_jax.models.logprobs import next_token_logprobs
+from sao_jax.objectives import advantages, diagnostics, divergences, policy, value, weights
+
+POLICY_SUMS = (
+    "tokens", "policy_count", "pg_loss", "entropy", "kl", "logp_abs_diff", "ratio", "ratio_sq", "nonfinite",
+    "low", "low_pos", "low_neg", "high", "high_pos", "high_neg",
+)  # fmt: skip
+CRITIC_SUMS = (
+    "value_count", "vf_loss", "returns", "returns_sq", "error", "error_sq", "advantage", "advantage_sq"
+)  # fmt: skip
+OTHER_SUMS = ("windows", "skipped")
+SUMS = POLICY_SUMS + CRITIC_SUMS + OTHER_SUMS
+MAXIMA = ("ratio_max",)
+
+
+def score(config: ModelConfig, choices: Choices, numbers: dict, scalars: dict, params: dict, rows: dict) -> dict:
+    """Values, advantages and critic targets [R, L] of rows under the parameters as they are; nothing is differentiated.
+
+    With a given baseline the row's advantage stands at each of its action tokens.
+    """
+    mask = rows["action_mask"]
+    if not choices.has_critic:
+        return {"advantages": jnp.where(mask, rows["advantage"][:, None], 0.0)}
+    values, bootstrap = prefix_values(critic_outputs(config, params["critic"], rows["tokens"]), rows["length"])
+    bootstrap = jnp.where(rows["truncated"], bootstrap, 0.0)
+
+    def estimate(rewards, values, mask, segments, lambda_, bootstrap):
+        return advantages.segmented_gae(
+            rewards,
+            values,
+            mask,
+            discount=numbers["gamma"],
+            lambda_=lambda_,
+            segment_ids=segments,
+            mode=choices.segments,
+            bootstrap_value=bootstrap,
+        )
+
+    estimates = jax.vmap(estimate)
+    common = rows["rewards"], values, mask, rows["segment_ids"]
+    raw, _ = estimates(*common, rows["lambda_"], bootstrap)
+    if choices.critic_targets == "mc":
+        _, targets = estimates(*common, jnp.broadcast_to(numbers["critic_lambda"], bootstrap.shape), bootstrap)
+    else:
+        logp, _ = policy_forward(config, params["policy"], rows)
+        ratio = token_weights(choices, numbers, logp, rows["rollout_logp"], raw)
+        corrected = functools.partial(
+            advantages.corrected_returns, discount=numbers["gamma"], lambda_=numbers["critic_lambda"]
+        )
+        targets = jax.vmap(lambda r, v, m, f, b: corrected(r, v, m, f, bootstrap_value=b))(
+            rows["rewards"], values, mask, ratio, bootstrap
+        )
+    used = raw
+    if choices.whiten == "running":
+        spread = jnp.sqrt(jnp.maximum(scalars["adv_sq"] - jnp.square(scalars["adv_mean"]), 1e-8))
+        used = jnp.where(mask, (raw - scalars["adv_mean"]) / spread, 0.0)
+    return jax.tree.map(
+        jax.lax.stop_gradient,
+        {"values": values, "advantages": used, "advantages_raw": raw, "targets": targets},
+    )
+
+
+def token_weights(choices: Choices, numbers: dict, logp, rollout_logp, advantage):
+    """Detached importance weights [R, L] by the rule in force."""
+    if choices.policy_loss == "dis":
+        band = functools.partial(
+            weights.importance_weights,
+            low=numbers["band_low"],
+            high=numbers["band_high"],
+            outside=choices.outside,
+        )
+        return jax.lax.stop_gradient(jax.vmap(lambda p, m, a: band(p, m, advantages=a))(logp, rollout_logp, advantage))
+    truncate = functools.partial(weights.truncated_weights, cap=numbers["band_high"])
+    return jax.lax.stop_gradient(jax.vmap(truncate)(logp, rollout_logp))
+
+
+def policy_forward(config: ModelConfig, params: dict, rows: dict):
+    model = bind(config, params)
+    return next_token_logprobs(model(rows["tokens"]), model.head(), rows["tokens"], rows["temperature"])
+
+
+def policy_terms(config: ModelConfig, choices: Choices, numbers: dict, kl_coef, params: dict, rows: dict):
+    """(loss sum, policy sums) of rows whose "advantages" are known."""
+    logp, entropy = policy_forward(config, params, rows)
+    mask, rollout_logp, advantage = rows["action_mask"], rows["rollout_logp"], rows["advantages"]
+    if choices.policy_loss == "ppo":
+        loss_of = functools.partial(
+            policy.clipped_ratio_loss,
+            low=numbers["band_low"],
+            high=numbers["band_high"],
+            dual_clip=numbers["dual_clip"] if choices.dual_clip else None,
+        )
+        losses, counts = jax.vmap(loss_of)(logp, rollout_logp, advantage, mask)
+    else:
+        ratio = token_weights(choices, numbers, logp, rollout_logp, advantage)
+        loss_of = functools.partial(policy.policy_loss, denominator=choices.denominator)
+        losses, counts = jax.vmap(loss_of)(logp, ratio, advantage, mask)
+    loss = losses.sum()
+    kl, _ = divergences.rollout_kl(rollout_logp, logp, mask)
+    total = loss + kl_coef * kl if choices.kl == "penalty" else loss
+    low, high = numbers["band_low"], numbers["band_high"]
+    outside, tokens = diagnostics.band_counts(logp, rollout_logp, advantage, mask, low=low, high=high)
+    drift, _ = diagnostics.drift_sums(logp, rollout_logp, mask)
+    sums = {
+        "tokens": tokens,
+        "policy_count": counts.sum(),
+        "pg_loss": loss,
+        "entropy": jnp.where(mask, entropy, 0.0).sum(),
+        "ratio_max": diagnostics.largest_ratio(logp, rollout_logp, mask),
+    }
+    return total, jax.tree.map(lambda x: jax.lax.stop_gradient(x.astype(jnp.float32)), sums | drift | outside)
+
+
+def critic_loss(config: ModelConfig, choices: Choices, numbers: dict, params: dict, rows: dict):
+    """Sum of the value loss over rows whose "targets" and old "values" are known."""
+    values, _ = prefix_values(critic_outputs(config, params, rows["tokens"]), rows["length"])
+
+    def loss(values, targets, mask, old):
+        clipped = {"old_values": old, "clip": numbers["value_clip"]} if choices.value_clip else {}
+        return value.value_loss(values, targets, mask, **clipped)[0]
+
+    return jax.vmap(loss)(values, rows["targets"], rows["action_mask"], rows["values"]).sum()
+
+
+def critic_sums(choices: Choices, numbers: dict, rows: dict) -> dict:
+    """Metric sums of the values as they were before the critic's step."""
+    mask = rows["action_mask"]
+    error = jnp.where(mask, rows["targets"] - rows["values"], 0.0)
+    returns = jnp.where(mask, rows["targets"], 0.0)
+    raw = jnp.where(mask, rows["advantages_raw"], 0.0)
+    sums = {
+        "value_count": mask.sum().astype(jnp.float32),
+        "vf_loss": 0.5 * jnp.square(error).sum(),
+        "returns": returns.sum(),
+        "returns_sq": jnp.square(returns).sum(),
+        "error": error.sum(),
+        "error_sq": jnp.square(error).sum(),
+        "advantage": raw.sum(),
+        "advantage_sq": jnp.square(raw).sum(),
+    }
+    return sums
+
+
+def frozen_as_constants(params, frozen):
+    return jax.tree.map(lambda p, f: jax.lax.stop_gradient(p) if f else p, params, frozen)
+
+
+def all_finite(tree) -> jax.Array:
+    """True when every leaf on every device is finite."""
+    bad = sum(jnp.sum(~jnp.isfinite(x)) for x in jax.tree.leaves(tree)) + jnp.zeros((), jnp.int32)
+    return jax.lax.psum(bad, sharding.AXIS) == 0
+
+
+def take_window(buffer: dict, index, rows: int) -> dict:
+    """The device's rows [R, ...] of window `index` from its part [1, slots, ...] of the buffer."""
+    return {k: jax.lax.dynamic_slice_in_dim(v[0], index * rows, rows) for k, v in buffer.items()}
+
+
+def put_window(buffer: dict, index, rows: int, live, new: dict) -> dict:
+    """Writes `new` fields of live rows back into the buffer."""
+    out = dict(buffer)
+    for name, fresh in new.items():
+        old = jax.lax.dynamic_slice_in_dim(buffer[name][0], index * rows, rows)
+        merged = jnp.where(live.reshape(-1, *[1] * (old.ndim - 1)), fresh, old)
+        out[name] = jax.lax.dynamic_update_slice_in_dim(buffer[name][0], merged, index * rows, 0)[None]
+    return out
+
+
+def add_sums(totals: dict, sums: dict, keep) -> dict:
+    """Adds device-local sums [] to totals [1]; a window that is not kept counts as skipped only."""
+    once = jnp.where(jax.lax.axis_index(sharding.AXIS) == 0, 1.0, 0.0)
+    out = dict(totals)
+    out["windows"], out["skipped"] = totals["windows"] + once, totals["skipped"] + jnp.where(keep, 0.0, once)
+    for name, x in sums.items():
+        x = jnp.where(keep, x, 0.0)[None]
+        out[name] = jnp.maximum(totals[name], x) if name in MAXIMA else totals[name] + x
+    return out

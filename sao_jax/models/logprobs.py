@@ -1,0 +1,99 @@
+"""Log-probabilities of given tokens under softmax(hidden @ head / temperature), without keeping [N, V] arrays.
+
+Letters: N tokens, D width, V vocabulary, B rows, T positions.
+"""
+
+import jax
+import jax.numpy as jnp
+
+# Float32 logits held at once; 2^22 of them are 16 MiB, and the backward pass has about three arrays of this size.
+MAX_LOGITS = 2**22
+
+
+def token_logprobs(
+    hidden_NxD: jax.Array,
+    head_DxV: jax.Array,
+    targets_N: jax.Array,
+    temperature_N: jax.Array,
+    *,
+    chunk: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """(log p(target), entropy of p) per token with p = softmax(logits / temperature), both float32 [N].
+
+    The product accumulates in float32 and everything after it is float32, whatever the type of `hidden`: near -12 a
+    bfloat16 log-prob is wrong by several per cent of a ratio.
+
+    Args:
+      hidden_NxD: final hidden states, any float type.
+      head_DxV: matrix to logits; used in the type of `hidden`.
+      targets_N: token ids in [0, V).
+      temperature_N: positive; a scalar is allowed. Greedy tokens (temperature 0) have no log-prob here.
+      chunk: tokens whose logits exist at the same time, forward and backward; logits of a chunk are computed again in
+        the backward pass. None: all N where N * V is small, else as many as fit `MAX_LOGITS`.
+
+    Raises:
+      ValueError: chunk below 1.
+    """
+    N, V = hidden_NxD.shape[0], head_DxV.shape[1]
+    if chunk is None:
+        chunk = min(N, max(1, MAX_LOGITS // V))
+    if chunk < 1:
+        raise ValueError(f"chunk is {chunk}; it must be at least 1")
+    temperature_N = jnp.broadcast_to(jnp.asarray(temperature_N, jnp.float32), (N,))
+    head_DxV = head_DxV.astype(hidden_NxD.dtype)
+    if chunk >= N:
+        return _score(hidden_NxD, head_DxV, targets_N, temperature_N)
+
+    # Equal chunks, so that at most num_chunks - 1 rows are padding.
+    num_chunks = -(-N // chunk)
+    chunk = -(-N // num_chunks)
+
+    def split(x, fill):
+        padding = [(0, num_chunks * chunk - N)] + [(0, 0)] * (x.ndim - 1)
+        return jnp.pad(x, padding, constant_values=fill).reshape(num_chunks, chunk, *x.shape[1:])
+
+    score = jax.checkpoint(lambda xs: _score(xs[0], head_DxV, *xs[1:]))
+    logp, entropy = jax.lax.map(score, (split(hidden_NxD, 0), split(targets_N, 0), split(temperature_N, 1)))
+    return logp.reshape(-1)[:N], entropy.reshape(-1)[:N]
+
+
+def _score(hidden_NxD, head_DxV, targets_N, temperature_N):
+    logits = jnp.matmul(hidden_NxD, head_DxV, preferred_element_type=jnp.float32) / temperature_N[:, None]
+    logits = logits - jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
+    exp_logits = jnp.exp(logits)
+    total = exp_logits.sum(axis=-1)
+    log_total = jnp.log(total)
+    # A comparison instead of a gather: its transpose is a select, where that of a gather is a slow scatter-add.
+    is_target = targets_N[:, None] == jnp.arange(logits.shape[1])
+    logp = jnp.where(is_target, logits, 0.0).sum(axis=-1) - log_total
+    # H = log Z - E[logit]. exp_logits * logits is finite: where exp underflows to 0 the logit is still finite.
+    entropy = log_total - (exp_logits * logits).sum(axis=-1) / total
+    return logp, entropy
+
+
+def next_token_logprobs(
+    hidden_BxTxD: jax.Array,
+    head_DxV: jax.Array,
+    tokens_BxT: jax.Array,
+    temperature_B: jax.Array,
+    *,
+    chunk: int | None = None,
+    pack_ids_BxT: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """(log-prob, entropy) [B, T] aligned with the tokens: entry t scores token t from the hidden state at t - 1.
+
+    Entry 0 of both is 0: the first token of a row is predicted by nothing. The entropy at t is that of the
+    distribution token t was drawn from, so one mask over tokens serves both. With `pack_ids`, several trajectories lie
+    in one row and the first token of each has entry 0 as well.
+    """
+    B, T, D = hidden_BxTxD.shape
+    # All B * T positions are scored and the last of each row is thrown away; slicing first would copy the hidden
+    # states into a matrix of awkward size.
+    targets = jnp.roll(tokens_BxT, -1, axis=1).reshape(-1)
+    temperature = jnp.repeat(jnp.broadcast_to(jnp.asarray(temperature_B, jnp.float32), (B,)), T)
+    scores = token_logprobs(hidden_BxTxD.reshape(B * T, D), head_DxV, targets, temperature, chunk=chunk)
+    scored = jnp.broadcast_to(jnp.arange(T) > 0, (B, T))
+    if pack_ids_BxT is not None:
+        scored &= pack_ids_BxT == jnp.roll(pack_ids_BxT, 1, axis=1)
+    logp, entropy = (jnp.where(scored, jnp.roll(x.reshape(B, T), 1, axis=1), 0.0) for x in scores)
+    return logp, entropy

@@ -1,0 +1,36 @@
+"""Confidence intervals for what a report states."""
+
+import math
+import statistics
+
+
+def wilson(successes: float, n: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Wilson's score interval of a success rate.
+
+    With p = successes / n and z the normal quantile of (1 + confidence) / 2:
+
+      (p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
+
+    Unlike p +- z * standard error it stays inside [0, 1] and has a width at p = 0 and p = 1
+    (Wilson, "Probable inference, the law of succession, and statistical inference", 1927).
+
+    Returns:
+      (low, high); (0, 1), which says nothing, for n = 0.
+
+    Raises:
+      ValueError: for successes outside [0, n] or a confidence outside (0, 1).
+    """
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence is {confidence}; allowed: between 0 and 1, both excluded")
+    if n < 0 or not 0 <= successes <= n:
+        raise ValueError(f"{successes} successes of {n}; allowed: 0 <= successes <= n")
+    if n == 0:
+        return 0.0, 1.0
+    z = statistics.NormalDist().inv_cdf((1 + confidence) / 2)
+    p, shrink = successes / n, z * z / n
+    centre = (p + shrink / 2) / (1 + shrink)
+    half = math.sqrt(p * (1 - p) * shrink + shrink * shrink / 4) / (1 + shrink)
+    # Rounding leaves 1e-17 where the exact bound is 0 or 1.
+    low = 0.0 if successes == 0 else max(0.0, centre - half)
+    high = 1.0 if successes == n else min(1.0, centre + half)
+    return low, high

@@ -1,0 +1,210 @@
+"""Many attempts at once: one engine, one environment per attempt.
+
+    agents.start(instance, rollout=7, ...)     # needs agents.free > 0
+    agents.dispatch()                          # one burst for every live row
+    for trajectory in agents.collect(): ...    # attempts that ended
+
+Fast environments answer on the calling thread. Others run on daemon threads, and an answer that takes longer than
+`env_timeout` seconds aborts the attempt; its thread is given up and replaced, so a hung environment costs nothing more.
+"""
+
+import dataclasses
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from sao_jax.data.protocols import Instance, TaskFamily
+from sao_jax.data.trajectory import NoActionError, Trajectory
+from sao_jax.rollout.engine import Engine, Request
+from sao_jax.rollout.episode import Episode
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """An attempt that left no trajectory: it ended before its first token, or its environment failed."""
+
+    rollout: int
+    attempt: int
+    reason: str
+
+
+class Agents:
+    """Runs episodes of one task family on one engine.
+
+    Attributes:
+      running: attempts under way.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        family: TaskFamily,
+        *,
+        context: int,
+        limit_bootstrap: bool = False,
+        env_workers: int = 8,
+        env_timeout: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.engine, self.family = engine, family
+        self._context, self._limit_bootstrap = context, limit_bootstrap
+        self._episodes: dict[int, Episode] = {}
+        self._seated: dict[int, None] = {}  # rollouts that have a slot
+        self._temperature: dict[int, float] = {}
+        self._oldest: dict[int, int] = {}  # weights version of the first sampled token
+        self._outstanding = False
+        self._ended: list[Episode] = []
+        self._calls = None if family.fast else _Calls(env_workers, env_timeout, clock)
+        self.environment_s = 0.0
+
+    @property
+    def running(self) -> int:
+        return len(self._episodes)
+
+    @property
+    def free(self) -> int:
+        """Attempts that can be started: free slots that no attempt still waiting for its prompt has been promised."""
+        return self.engine.free - (len(self._episodes) - len(self._seated))
+
+    def oldest_versions(self) -> list[int]:
+        """Of each attempt under way that has sampled, the weights version of its first token."""
+        return list(self._oldest.values())
+
+    def start(self, instance: Instance, *, rollout: int, attempt: int = 0, temperature: float = 1.0, **labels) -> None:
+        """Begins an attempt; it joins the engine as soon as its environment has given the prompt."""
+        episode = Episode(
+            self.family,
+            instance,
+            rollout=rollout,
+            attempt=attempt,
+            temperature=temperature,
+            context=self._context,
+            limit_bootstrap=self._limit_bootstrap,
+            **labels,
+        )
+        self._episodes[rollout], self._temperature[rollout] = episode, temperature
+        self._ask(episode, episode.begin)
+
+    def dispatch(self) -> bool:
+        """Enqueues one burst; False if no row is live (all wait for their environments, or none is running)."""
+        self._outstanding = self.engine.dispatch()
+        return self._outstanding
+
+    def collect(self, *, wait: float = 0.05) -> list[Trajectory | Failure]:
+        """What ended by the burst or by environments' answers; waits up to `wait` s if only environments are busy."""
+        for piece in self.engine.collect():
+            episode = self._episodes.get(piece.rollout)
+            if episode is None:
+                continue
+            self._oldest.setdefault(piece.rollout, int(piece.version[0]))
+            if episode.feed(piece.tokens, piece.logp, piece.version, piece.done) is not None:
+                self._ask(episode, episode.advance)
+        if self._calls is not None:
+            idle = not self._outstanding and not self._ended
+            for episode, method, answer, error in self._calls.answers(wait if idle else 0.0):
+                if error:
+                    episode.abort(error)
+                self._take(episode, method, answer)
+        self._outstanding = False
+        ended, self._ended = self._ended, []
+        return [self._record(episode) for episode in ended]
+
+    def stop(self) -> None:
+        """Forgets all attempts under way and frees their slots."""
+        for rollout in list(self._episodes):
+            self._leave(self._episodes[rollout])
+        self._ended = []
+
+    # ---- inner parts
+
+    def _ask(self, episode: Episode, method: Callable) -> None:
+        if self._calls is not None:
+            self._calls.submit(episode, method)
+            return
+        start = time.perf_counter()
+        answer = method()
+        self.environment_s += time.perf_counter() - start
+        self._take(episode, method.__name__, answer)
+
+    def _take(self, episode: Episode, method: str, answer) -> None:
+        """Continues, or ends, an attempt whose environment has answered."""
+        if self._episodes.get(episode.rollout) is not episode:
+            return
+        if episode.end is not None:
+            self._leave(episode)
+            self._ended.append(episode)
+        elif method == "begin":
+            temperature = self._temperature[episode.rollout]
+            self.engine.submit(Request(episode.rollout, episode.attempt, answer, episode.max_new, temperature))
+            self._seated[episode.rollout] = None
+        else:
+            self.engine.extend(episode.rollout, answer.tokens, answer.max_new)
+
+    def _leave(self, episode: Episode) -> None:
+        del self._episodes[episode.rollout], self._temperature[episode.rollout]
+        self._oldest.pop(episode.rollout, None)
+        if episode.rollout in self._seated:
+            del self._seated[episode.rollout]
+            self.engine.release(episode.rollout)
+
+    def _record(self, episode: Episode) -> Trajectory | Failure:
+        try:
+            trajectory = episode.finish()
+        except NoActionError as error:
+            return Failure(episode.rollout, episode.attempt, str(error))
+        if trajectory.end == "aborted":
+            return Failure(episode.rollout, episode.attempt, trajectory.reason)
+        return trajectory
+
+
+class _Calls:
+    """Environment calls on daemon threads, each with a deadline."""
+
+    def __init__(self, workers: int, timeout: float, clock: Callable[[], float]):
+        self._timeout, self._clock = timeout, clock
+        self._todo: queue.SimpleQueue = queue.SimpleQueue()
+        self._done: queue.SimpleQueue = queue.SimpleQueue()
+        self._started: dict[int, tuple[float, Episode, str]] = {}
+        self._lock = threading.Lock()
+        self._tickets = 0
+        for _ in range(workers):
+            self._hire()
+
+    def _hire(self) -> None:
+        threading.Thread(target=self._work, name="environment", daemon=True).start()
+
+    def submit(self, episode: Episode, method: Callable) -> None:
+        self._tickets += 1
+        self._todo.put((self._tickets, episode, method))
+
+    def _work(self) -> None:
+        while True:
+            ticket, episode, method = self._todo.get()
+            with self._lock:
+                self._started[ticket] = (self._clock(), episode, method.__name__)
+            answer = method()  # an episode turns whatever its environment raises into an aborted attempt
+            with self._lock:
+                late = self._started.pop(ticket, None) is None
+            if late:
+                return  # given up and replaced
+            self._done.put((episode, method.__name__, answer, None))
+
+    def answers(self, wait: float) -> list[tuple]:
+        """Calls that returned or ran out of time; waits up to `wait` seconds for the first."""
+        out = []
+        try:
+            out.append(self._done.get(timeout=wait) if wait else self._done.get_nowait())
+            while True:
+                out.append(self._done.get_nowait())
+        except queue.Empty:
+            pass
+        now = self._clock()
+        with self._lock:
+            hung = [(t, e, m) for t, (start, e, m) in self._started.items() if now - start > self._timeout]
+            for ticket, _, _ in hung:
+                del self._started[ticket]
+        for _, episode, method in hung:
+            self._hire()
+            out.append((episode, method, None, f"environment gave no answer within {self._timeout:g} s"))
+        return out

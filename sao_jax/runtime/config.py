@@ -1,0 +1,417 @@
+"""The flags of a run, their presets, and the checks that make an option without effect an error."""
+
+import dataclasses
+import json
+from typing import Literal
+
+from sao_jax.learner.objective import Choices, Numbers
+from sao_jax.models.config import ModelConfig
+
+GROUP_BASELINES = ("grpo", "dr_grpo", "rloo")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """Flags of a training run. `None` means: decided by the preset, or not in use."""
+
+    task: str = "calculator"
+    """Task family: calculator, arithmetic, or package.module:ClassName; options as name:key=value,key=value."""
+    preset: Literal["seed", "paper", "grpo"] = "seed"
+    """seed: band (0.1, 10) by clipping and KL smoothing; paper: mask by offsets, no KL term; grpo: groups of 8."""
+    seed: int = 0
+    """Seed of everything drawn in the run."""
+    rollouts: int = 12_000
+    """RL rollouts to train on; preheating rollouts come on top and are reported."""
+    batch_size: int = 64
+    """Trajectories per update; 1 is allowed."""
+
+    # -- sampling
+    slots: int = 64
+    """Rows of the sampler that decode at the same time."""
+    burst: int = 8
+    """Tokens per row and call of the sampler; weights are swapped between bursts."""
+    temperature: float = 1.0
+    """Sampling temperature; recorded with each trajectory and used by the trainer."""
+    max_tokens: int | None = None
+    """Token budget of a whole trajectory, prompt included; default and upper bound: the task's own."""
+    n_samples_per_prompt: int | None = None
+    """Rollouts per task instance: 1, or the group size of a group baseline."""
+    max_staleness: int | None = None
+    """S: at most (S + 1) x batch rollouts are admitted and not yet trained (1)."""
+    over_stale: Literal["train", "drop", "wait"] = "train"
+    """A trajectory older than S all the same is trained under the band, dropped, or waited for."""
+    forced_staleness: int | None = None
+    """Stress test: finished trajectories are held until they are this many versions old."""
+    kv_after_swap: Literal["keep", "recompute"] = "keep"
+    """What happens to the KV cache of unfinished rows when new weights arrive."""
+    publish_every: int = 1
+    """Updates between publications of the weights to the sampler."""
+    env_workers: int = 8
+    """Threads for environments that are not declared fast."""
+    env_timeout: float = 60.0
+    """Seconds before an environment step counts as hung and its attempt is aborted."""
+    max_attempts: int = 3
+    """Attempts at a rollout whose environment failed before it is dropped."""
+
+    # -- objective
+    policy_loss: Literal["dis", "ppo", "tis"] | None = None
+    """Double-sided importance weights, PPO's clipped ratio, or weights truncated from above."""
+    outside: Literal["clip", "mask", "mask_sign"] | None = None
+    """Weights outside the band: clamped to the edge, zero, or zero where they push further out (dis only)."""
+    band: str | None = None
+    """The band as two ends, lo,hi. Not together with --eps-low and --eps-high."""
+    eps_low: float | None = None
+    """The band as offsets: its lower end is 1 - eps_low."""
+    eps_high: float | None = None
+    """The band as offsets: its upper end is 1 + eps_high."""
+    denominator: Literal["action", "kept"] | None = None
+    """What the policy loss is divided by: all action tokens, or those inside the band (dis and tis)."""
+    dual_clip: float | None = None
+    """Bound on the loss of tokens with a negative advantage, above 1 (ppo only)."""
+    baseline: Literal["critic", "grpo", "dr_grpo", "rloo", "batch_mean", "running_mean"] | None = None
+    """Where advantages come from: a critic, the rollout's group, its batch, or a running mean."""
+    drop_dead_groups: bool | None = None
+    """Groups with equal rewards are dropped and refilled (group baselines; default on)."""
+    max_dead_groups: int = 200
+    """Consecutive dead groups after which the run ends with an error."""
+    gamma: float = 1.0
+    """Discount per action token."""
+    lambd: float | None = None
+    """A fixed lambda for the policy's advantages; default: 1 - 1/(alpha l), l the trajectory's action tokens."""
+    lambda_alpha: float | None = None
+    """alpha of the length-adaptive lambda (1.5)."""
+    critic_lambda: float | None = None
+    """Lambda of the critic's targets (1)."""
+    segment_steps: int = 100
+    """Steps per segment."""
+    segments: Literal["independent", "carried"] | None = None
+    """Advantages end at a segment's seam, or are carried across it (critic only; default independent)."""
+    limit_bootstrap: bool = False
+    """Treat the task's own limits (turns, tokens) as truncation: bootstrap with the critic's value."""
+    whiten: Literal["off", "batch", "running"] | None = None
+    """Standardise advantages over the batch, or by running moments (critic only)."""
+    kl: Literal["smooth", "penalty", "off"] | None = None
+    """Keep KL(rollout || new) at the target by shortening the step, by an adaptive penalty, or not at all."""
+    kl_target: float | None = None
+    """Nats per token (0.05)."""
+    kl_step: float | None = None
+    """Step size of the penalty's coefficient (0.1)."""
+
+    # -- critic
+    critic_targets: Literal["mc", "dis"] | None = None
+    """Monte-Carlo returns, or importance-corrected returns."""
+    critic_update: Literal["batch", "arrival"] | None = None
+    """The critic steps per batch, or on each trajectory as it arrives."""
+    critic_steps_per_actor: int | None = None
+    """Critic steps per policy step (2)."""
+    value_clip: float | None = None
+    """Clip range of the value loss."""
+    freeze_critic: str | None = None
+    """Comma-separated path patterns of critic parameters fixed during RL, or "none" (attention)."""
+
+    # -- optimizers
+    lr: float = 1e-3
+    """Policy learning rate."""
+    critic_lr: float | None = None
+    """Critic learning rate (1.5 x --lr at this scale)."""
+    lr_warmup: int = 0
+    """Optimizer steps of linear warm-up."""
+    adam_b1: float = 0.9
+    adam_b2: float = 0.999
+    adam_eps: float = 1e-8
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+    """Global norm of the policy's gradient."""
+    critic_grad_clip: float | None = None
+    """Global norm of the critic's gradient (10)."""
+    micro_rows: int | None = None
+    """Rows per device and gradient call; default: about 512 tokens."""
+
+    # -- stages before RL
+    warm_start_steps: int = 600
+    """Supervised steps on scripted demonstrations; 0 starts from random weights."""
+    warm_start_batch: int = 64
+    warm_start_lr: float = 4e-3
+    demonstrations: int = 20_000
+    """Distinct demonstrations."""
+    init_from: str | None = None
+    """Folder of a run whose newest policy is the starting point, instead of a warm start."""
+    preheat_rollouts: int | None = None
+    """Rollouts of the starting policy the critic is preheated on (1024; 0: none)."""
+    preheat_from: str | None = None
+    """Folder of a run whose trajectories preheat the critic, instead of fresh ones."""
+    preheat_epochs: int | None = None
+    """Most passes over the preheating rollouts (8); ends earlier when held-out explained variance stops rising."""
+    num_critic_only_steps: int | None = None
+    """Batches on which only the critic learns before the policy moves (0)."""
+
+    # -- model
+    dim: int = 64
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    mlp_dim: int = 192
+    qk_norm: bool = False
+    untied: bool = False
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+    # -- devices
+    devices: int | None = None
+    """Devices of the mesh; on CPU, virtual devices (default: one per core)."""
+    shard_params: bool = False
+    """Cut parameters and optimizer states over the mesh."""
+
+    # -- book-keeping
+    eval_every: int = 25
+    """Updates between held-out evaluations during RL; 0: only before and after."""
+    eval_tasks: int = 512
+    """Held-out instances per evaluation."""
+    checkpoint_every: int = 25
+    """Updates between checkpoints."""
+    keep_checkpoints: int = 3
+
+    # -- derived -------------------------------------------------------------------------------------------------
+
+    def resolved(self) -> "RunConfig":
+        """Every None that is in use gets its value; contradictions and options without effect raise ValueError."""
+        check_effects(self)
+        preset = PRESETS[self.preset]
+        if (self.baseline or preset["baseline"]) != "critic":
+            preset = {k: v for k, v in preset.items() if k not in CRITIC_ONLY}
+        values = {k: v for k, v in preset.items() if getattr(self, k) is None}
+        if self.eps_low is not None or self.band is not None:
+            for name in ("band", "eps_low", "eps_high"):
+                values.pop(name, None)
+        if self.policy_loss not in (None, PRESETS[self.preset]["policy_loss"]):
+            for name in ("outside", "denominator"):
+                if self.policy_loss != "dis":
+                    values.pop(name, None)
+        config = dataclasses.replace(self, **values)
+        grouped = config.baseline in GROUP_BASELINES
+        critic = config.baseline == "critic"
+        defaults = {
+            "n_samples_per_prompt": 8 if grouped else 1,
+            "max_staleness": 1,
+            "drop_dead_groups": True if grouped else None,
+            "outside": "clip" if config.policy_loss == "dis" else None,
+            "denominator": "action" if config.policy_loss != "ppo" else None,
+            "kl_target": 0.05 if config.kl != "off" else None,
+            "kl_step": 0.1 if config.kl == "penalty" else None,
+            "lambda_alpha": 1.5 if critic and config.lambd is None else None,
+        }
+        if critic:
+            defaults |= {
+                "segments": "independent",
+                "whiten": "off",
+                "critic_targets": "mc",
+                "critic_update": "batch",
+                "critic_lambda": 1.0,
+                "critic_steps_per_actor": 1 if config.critic_update == "arrival" else 2,
+                "freeze_critic": "trunk/layers/*/attn/*",
+                "critic_lr": 1.5 * config.lr,
+                "critic_grad_clip": 10.0,
+                "preheat_rollouts": None if config.preheat_from else 1024,
+                "num_critic_only_steps": 0,
+            }
+        config = dataclasses.replace(config, **{k: v for k, v in defaults.items() if getattr(config, k) is None})
+        if critic and config.preheat_epochs is None and (config.preheat_from or config.preheat_rollouts):
+            config = dataclasses.replace(config, preheat_epochs=8)
+        check_values(config)
+        return config
+
+    @property
+    def has_critic(self) -> bool:
+        return self.baseline == "critic"
+
+    @property
+    def grouped(self) -> bool:
+        return self.baseline in GROUP_BASELINES
+
+    def band_ends(self) -> tuple[float, float]:
+        """(lo, hi) of a resolved configuration."""
+        if self.band is not None:
+            return parse_band(self.band)
+        return 1.0 - self.eps_low, 1.0 + self.eps_high
+
+    def model(self, vocab_size: int) -> ModelConfig:
+        return ModelConfig(
+            vocab_size=vocab_size,
+            dim=self.dim,
+            num_layers=self.layers,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            mlp_dim=self.mlp_dim,
+            qk_norm=self.qk_norm,
+            tied=not self.untied,
+            dtype=self.dtype,
+        )
+
+    def choices(self) -> Choices:
+        critic = {}
+        if self.has_critic:
+            frozen = () if self.freeze_critic == "none" else tuple(self.freeze_critic.split(","))
+            critic = dict(
+                segments=self.segments,
+                whiten=self.whiten,
+                critic_targets=self.critic_targets,
+                critic_update=self.critic_update,
+                critic_passes=self.critic_steps_per_actor,
+                value_clip=self.value_clip is not None,
+                freeze=frozen,
+            )
+        return Choices(
+            policy_loss=self.policy_loss,
+            outside=self.outside or "clip",
+            denominator=self.denominator or "action",
+            dual_clip=self.dual_clip is not None,
+            baseline="critic" if self.has_critic else "given",
+            kl=self.kl,
+            **critic,
+        )
+
+    def numbers(self) -> Numbers:
+        low, high = self.band_ends()
+        return Numbers(
+            band_low=low,
+            band_high=high,
+            dual_clip=self.dual_clip or 3.0,
+            gamma=self.gamma,
+            critic_lambda=self.critic_lambda or 0.0,
+            value_clip=self.value_clip or 0.2,
+            kl_target=self.kl_target or 0.05,
+            kl_step=self.kl_step or 0.1,
+            lr=self.lr,
+            critic_lr=self.critic_lr or 0.0,
+            weight_decay=self.weight_decay,
+            grad_clip=self.grad_clip,
+            critic_grad_clip=self.critic_grad_clip or 10.0,
+            adam_b1=self.adam_b1,
+            adam_b2=self.adam_b2,
+            adam_eps=self.adam_eps,
+            lr_warmup=self.lr_warmup,
+        )
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "RunConfig":
+        values = json.loads(text)
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ValueError(f"config.json has unknown keys: {', '.join(unknown)}")
+        return cls(**values)
+
+
+PRESETS = {
+    "seed": dict(policy_loss="dis", outside="clip", band="0.1,10", baseline="critic", kl="smooth"),
+    "paper": dict(
+        policy_loss="dis",
+        outside="mask",
+        eps_low=0.3,
+        eps_high=5.0,
+        baseline="critic",
+        kl="off",
+        preheat_rollouts=0,
+        num_critic_only_steps=10,
+        max_staleness=4,
+    ),
+    "grpo": dict(policy_loss="ppo", eps_low=0.2, eps_high=0.28, baseline="grpo", kl="off"),
+}
+
+
+# Options that mean nothing without a critic.
+CRITIC_ONLY = (
+    "lambd", "lambda_alpha", "critic_lambda", "segments", "whiten", "critic_targets", "critic_update",
+    "critic_steps_per_actor", "value_clip", "freeze_critic", "critic_lr", "critic_grad_clip", "preheat_rollouts",
+    "preheat_from", "preheat_epochs", "num_critic_only_steps",
+)  # fmt: skip
+
+
+def parse_band(text: str) -> tuple[float, float]:
+    """ "lo,hi" as two numbers."""
+    try:
+        low, high = (float(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"--band is {text!r}; it takes two numbers lo,hi, for example 0.1,10") from None
+    return low, high
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def check_effects(config: RunConfig) -> None:
+    """Raises ValueError for an option that was given and would change nothing."""
+    if config.band is not None and (config.eps_low is not None or config.eps_high is not None):
+        raise ValueError("--band and --eps-low/--eps-high both set the band; give one of them")
+    if (config.eps_low is None) != (config.eps_high is None):
+        raise ValueError("--eps-low and --eps-high go together: one end of the band is missing")
+    preset = PRESETS[config.preset]
+    loss = config.policy_loss or preset["policy_loss"]
+    baseline = config.baseline or preset["baseline"]
+    kl = config.kl or preset["kl"]
+    rules = [(name, baseline == "critic", "--baseline critic") for name in CRITIC_ONLY]
+    rules += [
+        ("outside", loss == "dis", "--policy-loss dis"),
+        ("denominator", loss != "ppo", "--policy-loss dis or tis"),
+        ("dual_clip", loss == "ppo", "--policy-loss ppo"),
+        ("drop_dead_groups", baseline in GROUP_BASELINES, "a group baseline (grpo, dr_grpo, rloo)"),
+        ("kl_target", kl != "off", "--kl smooth or penalty"),
+        ("kl_step", kl == "penalty", "--kl penalty"),
+        ("lambda_alpha", config.lambd is None, "no fixed --lambd"),
+        ("preheat_rollouts", config.preheat_from is None, "fresh rollouts, not --preheat-from"),
+    ]
+    for name, holds, needs in rules:
+        if getattr(config, name) is not None and not holds:
+            raise ValueError(f"{_flag(name)} has no effect here; it needs {needs}")
+    if config.limit_bootstrap and baseline != "critic":
+        raise ValueError("--limit-bootstrap has no effect here; it needs --baseline critic")
+    if config.critic_update == "arrival" and config.critic_steps_per_actor not in (None, 1):
+        raise ValueError("--critic-steps-per-actor has no effect with --critic-update arrival: one step per arrival")
+
+
+def check_values(config: RunConfig) -> None:
+    """Raises ValueError naming the first flag of a resolved configuration that is out of range."""
+    at_least = {
+        "rollouts": 1, "batch_size": 1, "slots": 1, "burst": 1, "publish_every": 1, "env_workers": 1, "max_attempts": 1,
+        "segment_steps": 1, "max_staleness": 0, "forced_staleness": 0, "warm_start_steps": 0, "warm_start_batch": 1,
+        "demonstrations": 1, "preheat_rollouts": 0, "preheat_epochs": 1, "num_critic_only_steps": 0,
+        "critic_steps_per_actor": 1, "n_samples_per_prompt": 1, "eval_every": 0, "eval_tasks": 1, "checkpoint_every": 1,
+        "keep_checkpoints": 1, "lr_warmup": 0, "micro_rows": 1, "devices": 1, "max_dead_groups": 1, "max_tokens": 2,
+        "lr": 0.0, "critic_lr": 0.0, "weight_decay": 0.0, "kl_step": 0.0, "seed": 0,
+    }  # fmt: skip
+    above = {
+        "temperature": 0.0, "grad_clip": 0.0, "critic_grad_clip": 0.0, "kl_target": 0.0, "warm_start_lr": 0.0,
+        "adam_eps": 0.0, "env_timeout": 0.0, "value_clip": 0.0, "dual_clip": 1.0, "lambda_alpha": 0.0,
+    }  # fmt: skip
+    unit = ("gamma", "lambd", "critic_lambda", "adam_b1", "adam_b2")
+    for field in dataclasses.fields(config):
+        name, value = field.name, getattr(config, field.name)
+        if value is None:
+            continue
+        if isinstance(value, float) and not -1e30 < value < 1e30:
+            raise ValueError(f"{_flag(name)} is {value}; it must be finite")
+        if name in at_least and value < at_least[name]:
+            raise ValueError(f"{_flag(name)} is {value}; it must be at least {at_least[name]}")
+        if name in above and not value > above[name]:
+            raise ValueError(f"{_flag(name)} is {value}; it must be above {above[name]:g}")
+        if name in unit and not 0.0 <= value <= 1.0:
+            raise ValueError(f"{_flag(name)} is {value}; it must lie in [0, 1]")
+    low, high = config.band_ends()
+    if not 0.0 <= low < 1.0 < high:
+        raise ValueError(
+            f"the band is ({low:g}, {high:g}); it needs 0 <= lo < 1 < hi (--band takes ends, --eps offsets)"
+        )
+    n = config.n_samples_per_prompt
+    if config.grouped and n < 2:
+        raise ValueError(f"--n-samples-per-prompt is {n}; baseline {config.baseline} needs groups of at least 2")
+    if config.grouped and config.batch_size % n:
+        raise ValueError(f"--batch-size {config.batch_size} is not a multiple of --n-samples-per-prompt {n}")
+    if config.baseline == "batch_mean" and config.batch_size < 2:
+        raise ValueError("baseline batch_mean needs --batch-size of at least 2")
+    if config.forced_staleness is not None and config.over_stale != "train":
+        raise ValueError("--forced-staleness holds trajectories on purpose; --over-stale must be train")

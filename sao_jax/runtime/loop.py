@@ -1,0 +1,407 @@
+"""The host loop: streams single trajectories into the learner while others are being sampled.
+
+One thread enqueues all device work, in an order that is written down first. Each turn
+
+    collect   what the last burst sampled; environments answer
+    admit     new rollouts into free slots, as far as the staleness bound allows
+    dispatch  the next burst
+    digest    store finished trajectories, decide what the learner does with them, make both durable
+    apply     do it: copy rows, gradient calls, the update at a full batch, publication
+
+Digesting overlaps the burst that was just enqueued, and the environments' work overlaps the gradient calls. What the
+learner does is a function of the recorded events (`arrive`, `accumulate`, `update`, `preheat`) and the stored
+trajectories: `apply` is all there is to a resume or a replay.
+"""
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from sao_jax.data.rows import make_row
+from sao_jax.data.trajectory import Trajectory, save_trajectory
+from sao_jax.rollout.agents import Failure
+from sao_jax.runtime.collector import Collector, Dropped, Ready
+from sao_jax.runtime.ledger import staleness
+from sao_jax.runtime.loop_metrics import LoopMetrics
+from sao_jax.runtime.run import Run
+
+
+class Loop:
+    """RL on one run; see the module's text. `check()` is called once a turn and may raise to stop the run."""
+
+    def __init__(self, run: Run, *, first_rollout: int, check: Callable[[], None], metrics: LoopMetrics):
+        self.run, self.config, self._check, self.metrics = run, run.config, check, metrics
+        self.updates = 0  # ended batches, critic-only ones included
+        self._limit = first_rollout + self.config.rollouts  # rollouts handed out in all
+        self._collecting = False  # preheating: trajectories are stored and go nowhere
+        self._taken: list = []  # attempts that ended while others drove the engine
+        self._boundary = (0, 0)  # position of the newest update applied, and updates then
+        self._collector = Collector(self.config)
+        self._ready: collections.deque[Ready] = collections.deque()
+        self._restarts: collections.deque[tuple[int, int]] = collections.deque()
+        self._batch: list[int] = []  # rollouts that have arrived in the batch, as planned
+        self._planned_updates = 0
+        self._next = run.ledger.next_rollout()
+        self._schedule: list[tuple[str, Any]] = []  # events to be written with the next transaction
+        self._rows: dict[int, Trajectory] = {}  # arrivals that are durable and not yet applied
+
+    # ---- the loop
+
+    def go(self) -> None:
+        """Runs until the budget is used up; the last batch may be smaller than the others."""
+        self.run.learner.critic_only = self._critic_only(self.updates)
+        timer = self.run.timer
+        try:
+            while True:
+                self._check()
+                timer.switch("collect")
+                ended = self._taken + self.run.agents.collect()
+                self._taken = []
+                timer.switch("admit")
+                self._admit()
+                timer.switch("dispatch")
+                live = self.run.agents.dispatch()
+                if live:
+                    self.note_burst(self.run.engine.last_schedule)
+                timer.switch("store")
+                todo = self._digest(ended, idle=not live)
+                timer.switch("learn")
+                for position, kind, payload in todo:
+                    self.apply(position, kind, payload)
+                if self._over(live):
+                    break
+        finally:
+            timer.switch("other")
+        self.metrics.flush()
+
+    def _over(self, live: bool) -> bool:
+        busy = live or self._taken or self._ready or self._collector.held or self._batch
+        return not busy and self.finishing
+
+    @property
+    def finishing(self) -> bool:
+        """Everything has been handed out and has ended."""
+        return self._next >= self._limit and not self.run.agents.running and not self._restarts
+
+    def collect_only(self, count: int, report: Callable[[int], None]) -> list[int]:
+        """Stores rollouts 0..count-1 without training on them; returns those that finished, in that order."""
+        ledger, limit = self.run.ledger, self._limit
+        self._collecting, self._limit = True, count
+        self._restart_running()
+        while not self.finishing or self._taken:
+            self._check()
+            ended, self._taken = self._taken + self.run.agents.collect(), []
+            self._admit()
+            if self.run.agents.dispatch():
+                self.note_burst(self.run.engine.last_schedule)
+            if ended:
+                self._digest(ended, idle=False)
+                report(len(ledger.finished()))
+        self._collecting, self._limit = False, limit
+        return [r.id for r in ledger.finished()]
+
+    def take(self, ended: list) -> None:
+        """Attempts that ended while something else drove the engine; the next turn digests them."""
+        self._taken += ended
+
+    def note_burst(self, schedule: dict) -> None:
+        self._schedule.append(("burst", schedule))
+
+    # ---- admission
+
+    def room(self) -> int:
+        """Rollouts that may still be admitted under the staleness bound."""
+        if self._collecting:
+            return self._limit
+        bound = max(self.config.max_staleness, self.config.forced_staleness or 0)
+        waiting = self._collector.held + len(self._ready) + len(self._restarts) + len(self._batch)
+        return (bound + 1) * self.config.batch_size - self.run.agents.running - waiting
+
+    def _admit(self) -> None:
+        agents, ledger, n = self.run.agents, self.run.ledger, self.config.n_samples_per_prompt
+        while self._restarts and agents.free > 0:
+            rollout, attempt = self._restarts.popleft()
+            self._start(rollout, attempt)
+        room = self.room()
+        if agents.free <= 0 or self._next >= self._limit or (room <= 0 and self._next % n == 0):
+            return
+        started = []
+        with ledger.transaction():
+            while agents.free - len(started) > 0 and self._next < self._limit:
+                # A group that has begun is completed, or those that wait for it would wait for ever.
+                if room - len(started) <= 0 and self._next % n == 0:
+                    break
+                instance = self.run.family.instance("train", self._next // n)
+                ledger.admit(self._next, instance.id, self._next // n, self._next % n)
+                started.append(self._next)
+                self._next += 1
+        for rollout in started:
+            self._start(rollout, 0)
+
+    def _start(self, rollout: int, attempt: int) -> None:
+        n = self.config.n_samples_per_prompt
+        self.run.agents.start(
+            self.run.family.instance("train", rollout // n),
+            rollout=rollout,
+            attempt=attempt,
+            group=rollout // n,
+            sample=rollout % n,
+            seed=self.config.seed,
+            temperature=self.config.temperature,
+        )
+
+    # ---- decisions, made durable before they take effect
+
+    def _digest(self, ended: list, *, idle: bool) -> list[tuple[int, str, Any]]:
+        """Stores what ended and records what the learner is to do; returns that, in order."""
+        last = self.finishing
+        if not ended and not self._ready and not idle and not last:
+            return []
+        restart = []
+        with self.run.ledger.transaction():
+            self._write_schedule()
+            for item in ended:
+                if isinstance(item, Failure):
+                    restart += self._failed(item)
+                else:
+                    self._finished(item)
+            if last and not restart:
+                self._decided(self._collector.flush())
+            todo = [] if self._collecting else self._plan(idle=idle, last=last and not restart)
+        self._restarts.extend(restart)
+        return todo
+
+    def _write_schedule(self) -> None:
+        for kind, payload in self._schedule:
+            self.run.ledger.record(kind, payload)
+        self._schedule.clear()
+
+    def _finished(self, t: Trajectory) -> None:
+        location = self.run.store.append(save_trajectory(t))
+        self.run.ledger.finish(t.rollout, vars(location), t.total_reward)
+        self.metrics.finished(t)
+        if not self._collecting:
+            self._decided(self._collector.add(t))
+
+    def _failed(self, failure: Failure) -> list[tuple[int, int]]:
+        """Restarts an attempt whose environment failed, or drops its rollout after `max_attempts`."""
+        attempts = failure.attempt + 1
+        self.metrics.note(
+            f"rollout {failure.rollout}, attempt {attempts} of {self.config.max_attempts}: {failure.reason}"
+        )
+        if attempts < self.config.max_attempts:
+            return [(failure.rollout, self.run.ledger.restart(failure.rollout))]
+        self._drop(failure.rollout, "failed")
+        self._decided(self._collector.lose(failure.rollout // self.config.n_samples_per_prompt))
+        return []
+
+    def _drop(self, rollout: int, reason: str) -> None:
+        self.run.ledger.drop(rollout, reason)
+        self.metrics.dropped[reason] += 1
+
+    def _decided(self, items: list[Ready | Dropped]) -> None:
+        for item in items:
+            if isinstance(item, Dropped):
+                self._drop(item.trajectory.rollout, item.reason)
+            else:
+                self._ready.append(item)
+
+    @property
+    def _version(self) -> int:
+        """The policy's version once everything planned is done."""
+        return self._version_of(self._planned_updates)
+
+    def _version_of(self, updates: int) -> int:
+        return max(0, updates - (self.config.num_critic_only_steps or 0))
+
+    def _critic_only(self, updates: int) -> bool:
+        return updates < (self.config.num_critic_only_steps or 0)
+
+    def _plan(self, *, idle: bool, last: bool) -> list[tuple[int, str, Any]]:
+        """Arrivals, gradient calls and updates that the ready trajectories allow, recorded in the ledger."""
+        todo: list[tuple[int, str, Any]] = []
+
+        def record(kind, payload):
+            todo.append((self.run.ledger.record(kind, payload), kind, payload))
+
+        layout, arrival = self.run.learner.layout, self.config.critic_update == "arrival"
+        accumulated = len(self._batch) - (self.run.learner.pending if not arrival else 0)
+        while True:
+            if len(self._batch) == layout.batch:
+                if self._must_wait():
+                    break
+                self._record_update(record)
+                accumulated = 0
+            item = self._next_ready()
+            if item is None:
+                break
+            t = item.trajectory
+            stale = staleness(self._version, t.oldest_version, int(t.version.max()))
+            if stale > self.config.max_staleness and self.config.over_stale == "drop":
+                self._drop(t.rollout, "stale")
+                self._decided(self._collector.lose(t.group))
+                continue
+            self._rows[t.rollout] = t
+            self._batch.append(t.rollout)
+            self.metrics.arrived(t, stale)
+            record("arrive", {"rollout": t.rollout, "advantage": item.advantage})
+            if not arrival and layout.completes_window(len(self._batch)):
+                record("accumulate", {})
+                accumulated = len(self._batch)
+        if last and self._batch and not self._ready:
+            self._record_update(record)
+        elif idle and not arrival and len(self._batch) > accumulated:
+            record("accumulate", {})  # the learner would idle: use what is there
+        return todo
+
+    def _record_update(self, record: Callable) -> None:
+        critic_only = self._critic_only(self._planned_updates)
+        self._planned_updates += 1
+        self.run.ledger.train(self._batch, self._version)
+        record("update", {"version": self._version, "critic_only": critic_only, "rollouts": len(self._batch)})
+        self._batch = []
+
+    def _must_wait(self) -> bool:
+        """With --over-stale wait an update waits for those it would make too old."""
+        if self.config.over_stale != "wait":
+            return False
+        oldest = min((v for v in self.run.agents.oldest_versions()), default=self._version)
+        return self._version + 1 - oldest > self.config.max_staleness
+
+    def _next_ready(self) -> Ready | None:
+        """The oldest ready trajectory; under forced staleness, the oldest that is old enough."""
+        if not self._ready:
+            return None
+        age = self.config.forced_staleness
+        if age is None:
+            return self._ready.popleft()
+        for index, item in enumerate(self._ready):
+            if self._version - item.trajectory.oldest_version >= age:
+                del self._ready[index]
+                return item
+        # While the pipeline fills, nothing is old enough: the oldest go, or nothing would ever move.
+        stuck = not self.run.agents.running and (self.room() <= 0 or self._next >= self._limit)
+        return self._ready.popleft() if stuck else None
+
+    # ---- effects
+
+    def apply(self, position: int, kind: str, payload: Any) -> None:
+        """Does what an event says. The learner's state depends on nothing else."""
+        learner = self.run.learner
+        if kind == "arrive":
+            rollout = payload["rollout"]
+            t = self._rows.pop(rollout, None) or self.run.trajectory(rollout)
+            learner.put(self.row(t, payload["advantage"]))
+        elif kind == "accumulate":
+            learner.accumulate()
+        elif kind == "update":
+            sums = learner.update()
+            self.updates += 1
+            learner.critic_only = self._critic_only(self.updates)
+            self._boundary = (position, self.updates)
+            self.metrics.updated(sums, learner.version, critic_only=payload["critic_only"])
+            self._after_update(position, payload)
+
+    def _after_update(self, position: int, payload: dict) -> None:
+        if not payload["critic_only"] and self.run.learner.version % self.config.publish_every == 0:
+            self._publish()
+            self.metrics.published()
+        if self.updates % self.config.checkpoint_every == 0:
+            self.save(position)
+
+    def _publish(self) -> None:
+        learner = self.run.learner
+        self.run.engine.publish(learner.published_policy(), learner.version)
+        self._schedule.append(("publish", {"version": learner.version}))
+
+    def save(self, position: int) -> None:
+        self.run.save(position=position, updates=self.updates, stage="rl")
+
+    def save_at_boundary(self) -> None:
+        """Saves the state of the last boundary, unless it has moved since (a critic that steps on arrivals).
+
+        Between boundaries gradients are only summed, so the parameters still are those of the boundary; arrivals and
+        gradient calls since then are durable events, applied again at a resume.
+        """
+        learner = self.run.learner
+        if learner.empty or self.config.critic_update != "arrival":
+            position, updates = self._boundary
+            self.run.save(position=position, updates=updates, stage="rl")
+
+    def row(self, t: Trajectory, advantage: float = 0.0) -> dict[str, np.ndarray]:
+        config = self.config
+        lambda_ = config.lambd
+        if lambda_ is None:
+            # `length_adaptive_lambda`; a device call for one number would cost more than the row itself.
+            lambda_ = 1.0 - 1.0 / max((config.lambda_alpha or 1.5) * t.num_action_tokens, 1.0)
+        return make_row(
+            t, length=self.run.context, steps_per_segment=config.segment_steps, lambda_=lambda_, advantage=advantage
+        )
+
+    # ---- resume
+
+    def restore(self, position: int, updates: int) -> None:
+        """Continues from a checkpoint: applies the durable events after `position`, then takes up what is unfinished.
+
+        Finished trajectories that have not arrived are decided again; running rollouts start a new attempt.
+        """
+        arrived = self.reapply(position, updates)
+        self._batch, self._planned_updates = arrived, self.updates
+        self._take_up(set(arrived))
+        self._publish()
+        with self.run.ledger.transaction():
+            self._restart_running()
+
+    def reapply(
+        self, position: int, updates: int, observe: Callable = lambda event: None, until: float = float("inf")
+    ) -> list[int]:
+        """Applies the learner's events after `position` in order; returns the rollouts in the unfinished batch.
+
+        `observe` is shown every event, and sees the learner as it was when the event was recorded.
+        """
+        self.updates, self._boundary = updates, (position, updates)
+        self.run.learner.critic_only = self._critic_only(updates)
+        arrived: list[int] = []
+        for event in self.run.ledger.events(after=position):
+            if event.position > until:
+                break
+            self._check()
+            observe(event)
+            if event.kind not in ("arrive", "accumulate", "update"):
+                continue
+            if event.kind == "arrive":
+                t = self.run.trajectory(event.payload["rollout"])
+                self.metrics.arrived(t, max(0, self._version_of(self.updates) - t.oldest_version))
+                self._rows[t.rollout] = t
+                arrived.append(t.rollout)
+            self.apply(event.position, event.kind, event.payload)
+            if event.kind == "update":
+                arrived = []
+        return arrived
+
+    def _restart_running(self) -> None:
+        ledger = self.run.ledger
+        with ledger.transaction():
+            for rollout in ledger.running():
+                self._restarts.append((rollout.id, ledger.restart(rollout.id)))
+
+    def _take_up(self, arrived: set[int]) -> None:
+        """Feeds the collector what finished and has not arrived, with what it needs to decide as before."""
+        ledger = self.run.ledger
+        if self.config.baseline == "running_mean":
+            self._collector.prime([e.payload["reward"] for e in ledger.events(kinds=("finish",))])
+        waiting = [r for r in ledger.finished() if r.id not in arrived]
+        wanted = {r.id for r in waiting}
+        groups = {r.group for r in waiting} if self.config.grouped else set()
+        members = ledger.members(groups) if groups else waiting
+        with ledger.transaction():
+            for r in members:
+                if r.state == "dropped" and r.reason != "dead group":
+                    decided = self._collector.lose(r.group)
+                elif r.state in ("finished", "trained"):
+                    decided = self._collector.add(self.run.trajectory(r.id))
+                else:
+                    continue
+                self._decided([d for d in decided if d.trajectory.rollout in wanted])

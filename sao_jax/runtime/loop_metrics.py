@@ -1,0 +1,192 @@
+"""From what happens in the loop to lines of metrics.jsonl and the progress display.
+
+Device sums are fetched one update late, so that reading them never waits for the update in progress.
+"""
+
+import collections
+import dataclasses
+import time
+from typing import Any
+
+import numpy as np
+
+from sao_jax.data.trajectory import Trajectory
+from sao_jax.runtime.run import Run
+
+SUCCESS = 1.0 - 1e-6  # a reward of at least this counts as success
+
+
+def explained_variance(sums: dict[str, float]) -> float:
+    """1 - Var(R - V) / Var(R) from sums over action tokens; NaN where Var(R) is 0 or nothing was counted."""
+    n = sums["value_count"]
+    if n < 1:
+        return float("nan")
+    variance = sums["returns_sq"] / n - (sums["returns"] / n) ** 2
+    error = sums["error_sq"] / n - (sums["error"] / n) ** 2
+    # Sums are float32: what is left of equal returns after the subtraction is rounding.
+    return float("nan") if variance <= 1e-6 * sums["returns_sq"] / n else 1.0 - error / variance
+
+
+@dataclasses.dataclass
+class _Batch:
+    """What the host knows of the trajectories of one update."""
+
+    rewards: list[float] = dataclasses.field(default_factory=list)
+    lengths: list[int] = dataclasses.field(default_factory=list)
+    turns: list[int] = dataclasses.field(default_factory=list)
+    stale: list[int] = dataclasses.field(default_factory=list)
+    ages: list[float] = dataclasses.field(default_factory=list)
+    ended: list[float] = dataclasses.field(default_factory=list)
+    parts: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+class LoopMetrics:
+    """Collects for one loop. `display` takes `advance(done, **figures)` and `note(line)`."""
+
+    def __init__(self, run: Run, display, *, window: int = 10):
+        self._run, self._display = run, display
+        self.dropped: collections.Counter[str] = collections.Counter()
+        self._finished_at: dict[int, float] = {}
+        self._batch = _Batch()
+        self._batches: collections.deque[_Batch] = collections.deque()
+        self._waiting: tuple | None = None  # an update whose sums have not been fetched
+        self._unpublished: list[float] = []
+        self._latency: list[float] = []
+        self._value_sums: collections.deque[dict] = collections.deque(maxlen=window)
+        self._successes: collections.deque[float] = collections.deque(maxlen=512)
+        self._tokens, self._since = 0, time.monotonic()
+        self.trained = 0
+        self.compiled = run.compiles.count
+
+    def note(self, line: str) -> None:
+        self._display.note(line)
+
+    # ---- what happens to trajectories
+
+    def finished(self, t: Trajectory) -> None:
+        self._finished_at[t.rollout] = time.monotonic()
+
+    def arrived(self, t: Trajectory, stale: int) -> None:
+        now, b = time.monotonic(), self._batch
+        ended = self._finished_at.pop(t.rollout, now)
+        b.rewards.append(t.total_reward)
+        b.lengths.append(t.num_action_tokens)
+        b.turns.append(t.num_steps)
+        b.stale.append(stale)
+        b.ages.append(now - ended)
+        b.ended.append(ended)
+        for name, value in t.reward_parts.items():
+            b.parts[name] = b.parts.get(name, 0.0) + value
+        if len(b.rewards) == self._run.config.batch_size:
+            self._batches.append(b)
+            self._batch = _Batch()
+
+    # ---- what happens to weights
+
+    def updated(self, sums: dict[str, Any], version: int, *, critic_only: bool) -> None:
+        """An update was enqueued; logs the one before it."""
+        self.flush()
+        if self._batches:
+            batch = self._batches.popleft()
+        else:
+            batch, self._batch = self._batch, _Batch()
+        self._unpublished += [] if critic_only else batch.ended
+        now = time.monotonic()
+        self.trained += len(batch.rewards)
+        self._successes.extend(batch.rewards)
+        timing, seconds = self._run.timer.read(), max(now - self._since, 1e-9)
+        self._since = now
+        host = {
+            "stage": "critic_only" if critic_only else "rl",
+            "time_s": self._run.seconds(),
+            "version": version,
+            "rollouts": self.trained,
+            **_host_metrics(batch),
+            **{f"async/dropped_{reason.replace(' ', '_')}": count for reason, count in self.dropped.items()},
+            **timing,
+            "perf/tokens_per_s": sum(batch.lengths) / seconds,
+            "perf/recompilations": self._run.compiles.count - self.compiled,
+        }
+        self._waiting = (version, sums, host)
+
+    def published(self) -> None:
+        now = time.monotonic()
+        self._latency += [now - ended for ended in self._unpublished]
+        self._unpublished = []
+
+    def mark_compiled(self) -> None:
+        """From here on every compilation counts as a recompilation."""
+        self.compiled = self._run.compiles.count
+
+    def flush(self) -> None:
+        """Fetches and logs the update that waits, if any."""
+        if self._waiting is None:
+            return
+        (version, sums, host), self._waiting = self._waiting, None
+        device = device_metrics({k: float(v) for k, v in sums.items()}, self._value_sums, self._run.config)
+        latency = {"async/publish_latency_s": float(np.median(self._latency))} if self._latency else {}
+        self._latency = []
+        line = host | device | latency
+        self._run.log.write(version, line)
+        if line["actor/skipped_windows"]:
+            self.note(f"update {version}: {line['actor/skipped_windows']:.0f} windows skipped, gradient not finite")
+        self._display.advance(
+            host["rollouts"],
+            success=float(np.mean(self._successes)) if self._successes else float("nan"),
+            staleness=host.get("async/staleness_mean", 0.0),
+            kl=device["actor/ppo_kl"],
+            tokens_per_s=host["perf/tokens_per_s"],
+        )
+
+
+def _host_metrics(b: _Batch) -> dict[str, float]:
+    if not b.rewards:
+        return {}
+    return {
+        "reward/mean": float(np.mean(b.rewards)),
+        "reward/success": float(np.mean(np.array(b.rewards) >= SUCCESS)),
+        **{f"reward/{name}": total / len(b.rewards) for name, total in b.parts.items()},
+        "async/staleness_mean": float(np.mean(b.stale)),
+        "async/staleness_max": max(b.stale),
+        "async/queue_age_s": float(np.mean(b.ages)),
+        "response_length/mean": float(np.mean(b.lengths)),
+        "response_length/max": max(b.lengths),
+        "response_length/turns": float(np.mean(b.turns)),
+    }
+
+
+def device_metrics(sums: dict[str, float], value_sums: collections.deque, config) -> dict[str, float]:
+    """Named metrics from the sums of one update; explained variance over the updates in `value_sums`."""
+    tokens = max(sums["tokens"], 1.0)
+    used = max(sums["tokens"] - sums["nonfinite"], 1.0)
+    out = {
+        "actor/pg_loss": sums["pg_loss"] / max(sums["policy_count"], 1.0),
+        "actor/ppo_kl": sums["kl"] / used,
+        "actor/entropy": sums["entropy"] / tokens,
+        "actor/mask_low_frac": sums["low"] / tokens,
+        "actor/mask_high_frac": sums["high"] / tokens,
+        **{f"actor/mask_{k}_frac_{s}": sums[f"{k}_{s}"] / tokens for k in ("low", "high") for s in ("pos", "neg")},
+        "actor/ratio_mean": sums["ratio"] / used,
+        "actor/ratio_max": sums["ratio_max"],
+        "actor/skipped_windows": sums["skipped"],
+        "actor/nonfinite_tokens": sums["nonfinite"],
+        "rollout_corr/kl": sums["kl"] / used,
+        "rollout_corr/ess": sums["ratio"] ** 2 / (used * sums["ratio_sq"]) if sums["ratio_sq"] else float("nan"),
+        "rollout_corr/logp_abs_diff": sums["logp_abs_diff"] / used,
+    }
+    for source, name in (
+        ("policy_grad_norm", "actor/grad_norm"),
+        ("smooth_fraction", "actor/smooth_fraction"),
+        ("kl_after", "actor/kl_after"),
+        ("kl_coef", "actor/kl_coef"),
+        ("critic_grad_norm", "critic/grad_norm"),
+    ):
+        if source in sums:
+            out[name] = sums[source]
+    if config.has_critic:
+        names = ("value_count", "returns", "returns_sq", "error", "error_sq")
+        value_sums.append({k: sums[k] for k in names})
+        recent = {k: sum(s[k] for s in value_sums) for k in names}
+        out["critic/vf_loss"] = sums["vf_loss"] / max(sums["value_count"], 1.0)
+        out["critic/explained_var"] = explained_variance(recent)
+    return out

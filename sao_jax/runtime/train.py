@@ -1,0 +1,302 @@
+"""A run from the first stage to the last: warm start, preheating, RL; and how it is taken up again."""
+
+import json
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sao_jax.data.rows import blank_row
+from sao_jax.report.intervals import wilson
+from sao_jax.runtime.checkpoints import Checkpoints
+from sao_jax.runtime.config import RunConfig
+from sao_jax.runtime.evaluation import evaluate
+from sao_jax.runtime.loop import Loop
+from sao_jax.runtime.loop_metrics import LoopMetrics
+from sao_jax.runtime.preheat import fit_critic
+from sao_jax.runtime.run import Run, open_run, read_config
+from sao_jax.runtime.signals import Interrupted
+from sao_jax.runtime.warm_start import warm_start
+
+
+def train(
+    config: RunConfig,
+    folder: pathlib.Path,
+    display,
+    *,
+    resume: bool = False,
+    tensorboard: bool = False,
+    check: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Runs all stages in `folder`; returns the final figures, also written to `evaluation.json`.
+
+    `check()` is called between compiled calls and may raise Interrupted: a checkpoint is then written, and the same
+    folder can be resumed.
+    """
+    run = open_run(config, folder, resume=resume, tensorboard=tensorboard)
+    try:
+        return Stages(run, display, check).go(resume)
+    finally:
+        run.agents.stop()
+        run.close()
+
+
+class Stages:
+    """The stages of one run in order."""
+
+    def __init__(self, run: Run, display, check: Callable[[], None]):
+        self.run, self.config, self.display, self.check = run, run.config, display, check
+        self.metrics = LoopMetrics(run, display)
+        preheated = self.config.preheat_rollouts or 0 if self.config.has_critic else 0
+        self.loop = Loop(run, first_rollout=preheated, check=self._check_in_loop, metrics=self.metrics)
+        self._evaluated_at = -1
+
+    def go(self, resume: bool) -> dict[str, Any]:
+        run, config = self.run, self.config
+        position, updates = self._restore_or_start(run.checkpoints.newest() if resume else None)
+        self._compile()
+        run.engine.publish(run.learner.published_policy(), run.learner.version)
+        if not updates and not self._has_events("update"):
+            self._evaluate("before RL", run.learner.version)
+        if self._preheats:
+            position = max(position, self._preheat(position))
+        with_updates = f"RL, {config.rollouts} rollouts"
+        self.display.stage(with_updates, config.rollouts, "rollouts")
+        self._interruptible(lambda: self.loop.restore(position, updates))
+        self._interruptible(self.loop.go)
+        run.save(position=run.ledger.last_position(), updates=self.loop.updates, stage="done")
+        run.checkpoints.wait()
+        return self._final()
+
+    def replay(self, target: int, observe: Callable) -> None:
+        """Trains from the recorded events up to position `target`, without sampling (but see `observe`)."""
+        run = self.run
+        position, updates = self._restore_or_start(run.checkpoints.newest())
+        self._compile()
+        run.engine.publish(run.learner.published_policy(), run.learner.version)
+        if self._has_events("preheat"):
+            position = max(position, self._preheat(position))
+        elif self._preheats:
+            raise ValueError("the recorded run ended before its critic was preheated; there is nothing to replay")
+        self.display.stage("replaying", self.config.rollouts, "rollouts")
+        self._interruptible(lambda: self.loop.reapply(position, updates, observe, until=target))
+        self.metrics.flush()
+        run.save(position=target, updates=self.loop.updates, stage="done")
+        run.checkpoints.wait()
+
+    def _restore_or_start(self, newest: int | None) -> tuple[int, int]:
+        """(position in the log, updates) from which to go on."""
+        run = self.run
+        if newest is None:
+            self._start()
+            run.save(position=0, updates=0, stage="start")
+            return 0, 0
+        state, meta = run.checkpoints.restore(newest, run.learner.programs.abstract_state())
+        run.learner.load(state, meta["version"])
+        self.display.note(f"resumed at version {meta['version']} from checkpoint {newest}")
+        return meta["position"], meta["updates"]
+
+    @property
+    def _preheats(self) -> bool:
+        return self.config.has_critic and bool(self.config.preheat_rollouts or self.config.preheat_from)
+
+    # ---- stages
+
+    def _start(self) -> None:
+        """The starting policy: another run's, a warm start, or random weights."""
+        run, config = self.run, self.config
+        policy = run.learner.state["policy"]
+        if config.init_from:
+            policy = self._policy_of(pathlib.Path(config.init_from))
+        elif config.warm_start_steps:
+            self.display.stage("warm start", config.warm_start_steps, "steps")
+
+            def report(step, loss):
+                line = {"stage": "warm_start", "time_s": run.seconds(), "warm_start/loss": loss}
+                run.log.write(step - config.warm_start_steps, line)
+                self.display.advance(step, loss=loss)
+
+            policy = warm_start(
+                config,
+                run.learner.programs.config,
+                run.family,
+                policy,
+                run.context,
+                run.mesh,
+                report=report,
+                check=self.check,
+            )
+        run.learner.load(run.learner.programs.new_state(policy), 0)
+
+    def _policy_of(self, folder: pathlib.Path) -> dict:
+        """The newest policy of another run with the same model."""
+        other = read_config(folder)
+        model = self.run.learner.programs.config
+        if other.model(model.vocab_size) != model:
+            raise ValueError(f"--init-from {folder} has another model: {other.model(model.vocab_size)}, not {model}")
+        from sao_jax.runtime.run import make_learner
+
+        with Checkpoints(folder / "checkpoints") as checkpoints:
+            newest = checkpoints.newest()
+            if newest is None:
+                raise ValueError(f"--init-from {folder} has no complete checkpoint")
+            learner = make_learner(other, self.run.family, self.run.context, self.run.mesh)
+            state, _ = checkpoints.restore(newest, learner.programs.abstract_state())
+        return jax.device_put(state["policy"], jax.NamedSharding(self.run.mesh, jax.P()))
+
+    def _preheat(self, position: int) -> int:
+        """Collects, or reads, trajectories of the starting policy and fits the critic; returns the event's position."""
+        run, config = self.run, self.config
+        done = next(iter(run.ledger.events(kinds=("preheat",))), None)
+        if done is not None and done.position <= position:
+            return done.position
+        if config.preheat_from:
+            rows, rollouts = self._rows_of(pathlib.Path(config.preheat_from)), []
+        else:
+            rollouts = done.payload["rollouts"] if done else self._collect(config.preheat_rollouts)
+            rows = [self.loop.row(run.trajectory(r)) for r in rollouts]
+        if done is None:
+            with run.ledger.transaction():
+                if rollouts:
+                    run.ledger.train(rollouts, 0)
+                position = run.ledger.record("preheat", {"rollouts": rollouts, "from": config.preheat_from})
+        else:
+            position = done.position
+        self.display.stage("preheating the critic", config.preheat_epochs, "passes")
+
+        def report(epoch, variance, loss):
+            line = {"stage": "preheat", "time_s": run.seconds(), "preheat/epoch": epoch, "preheat/rollouts": len(rows)}
+            run.log.write(0, line | {"preheat/explained_var": variance, "critic/vf_loss": loss})
+            self.display.advance(epoch, explained_var=variance)
+
+        fit_critic(run.learner, rows, config.preheat_epochs, config.seed, report=report, check=self.check)
+        run.save(position=position, updates=0, stage="preheated")
+        return position
+
+    def _collect(self, count: int) -> list[int]:
+        """Rollouts 0..count-1 with the starting policy, in the order in which they finished."""
+        self.display.stage("preheating rollouts", count, "rollouts")
+        return self.loop.collect_only(count, self.display.advance)
+
+    def _rows_of(self, folder: pathlib.Path) -> list[dict[str, np.ndarray]]:
+        """Training rows from the trajectories of another run."""
+        from sao_jax.data.storage import Location, TrajectoryStore
+        from sao_jax.data.trajectory import load_trajectory
+        from sao_jax.runtime.ledger import Ledger
+
+        if not (folder / "ledger.sqlite").exists():
+            raise ValueError(f"--preheat-from {folder} is not a run folder: it has no ledger.sqlite")
+        with (
+            Ledger(folder / "ledger.sqlite", read_only=True) as ledger,
+            TrajectoryStore(folder / "trajectories") as store,
+        ):
+            done = [r for r in ledger.stored()]
+            rows = [self.loop.row(load_trajectory(store.read(Location(**r.location)))) for r in done]
+        if not rows:
+            raise ValueError(f"--preheat-from {folder} holds no finished trajectory")
+        return rows
+
+    # ---- around the loop
+
+    def _compile(self) -> None:
+        """Compiles every program of the stages to come and names them; nothing compiles later."""
+        run = self.run
+        start, before = time.monotonic(), run.compiles.count
+        self.display.stage("compiling", 1, "")
+        sampler = run.engine.warm_up()
+        blank = blank_row(run.context)
+        learner = run.learner.warm_up(blank, preheat=self._preheats or bool(self.config.num_critic_only_steps))
+        self.metrics.mark_compiled()
+        self.display.advance(1)
+        self.display.note(
+            f"compiled {run.compiles.count - before} programs in {time.monotonic() - start:.0f} s; "
+            f"sampler: {', '.join(sampler)}; learner: {', '.join(learner)}"
+        )
+
+    def _check_in_loop(self) -> None:
+        self.check()
+        every, version = self.config.eval_every, self.run.learner.version
+        if every and version and version % every == 0 and version != self._evaluated_at and not self.loop.finishing:
+            self._evaluate("held-out", version)
+
+    def _evaluate(self, name: str, version: int, *, greedy: bool = False, count: int | None = None) -> dict[str, Any]:
+        """One held-out evaluation; attempts of the loop that end meanwhile are digested by the loop's next turn."""
+        run, config = self.run, self.config
+        self._evaluated_at = version
+        with run.timer("eval"):
+            result = evaluate(
+                run.agents,
+                count or config.eval_tasks,
+                temperature=0.0 if greedy else config.temperature,
+                seed=config.seed,
+                check=self.check,
+                other=self.loop.take,
+                dispatched=self.loop.note_burst,
+            )
+        low, high = wilson(result.successes, len(result.rewards))
+        figures = {
+            "eval/success": result.successes / len(result.rewards),
+            "eval/low": low,
+            "eval/high": high,
+            "eval/n": len(result.rewards),
+            "eval/greedy": greedy,
+            "eval/reward": float(np.mean(result.rewards)),
+        }
+        line = {"stage": "eval", "time_s": run.seconds(), "version": version, "rollouts": self.metrics.trained}
+        run.log.write(version, line | figures)
+        how = "greedy" if greedy else "sampled"
+        self.display.note(
+            f"{name}, version {version}: held-out success {figures['eval/success']:.3f} [{low:.3f}, {high:.3f}] "
+            f"({how}, {len(result.rewards)} instances)"
+        )
+        return figures
+
+    def _has_events(self, kind: str) -> bool:
+        return next(iter(self.run.ledger.events(kinds=(kind,))), None) is not None
+
+    def _interruptible(self, stage: Callable[[], None]) -> None:
+        """On Interrupted, saves what the learner has at its last boundary; durable events take care of the rest."""
+        try:
+            stage()
+        except Interrupted:
+            self.loop.save_at_boundary()
+            self.run.checkpoints.wait()
+            raise
+
+    def _final(self) -> dict[str, Any]:
+        run = self.run
+        self._evaluated_at = -1
+        self.display.stage("evaluation", 1, "")
+        sampled = self._evaluate("after RL", run.learner.version)
+        greedy = self._evaluate("after RL", run.learner.version, greedy=True)
+        self.display.advance(1)
+        counts = run.ledger.check()
+        figures = {
+            "success": sampled["eval/success"],
+            "low": sampled["eval/low"],
+            "high": sampled["eval/high"],
+            "n": sampled["eval/n"],
+            "greedy_success": greedy["eval/success"],
+            "version": run.learner.version,
+            "rollouts": counts["handed_out"],
+            "counts": counts,
+            "seconds": run.seconds(),
+            "recompilations": run.compiles.count - self.metrics.compiled,
+        }
+        (run.folder / "evaluation.json").write_text(json.dumps(figures, indent=1))
+        return figures
+
+
+def parameters_digest(state: dict) -> str:
+    """SHA-256 over all leaves of a state, for comparing two runs bit by bit."""
+    import hashlib
+
+    digest = hashlib.sha256()
+    for path, leaf in sorted(jax.tree_util.tree_leaves_with_path(state), key=lambda item: str(item[0])):
+        digest.update(str(path).encode())
+        digest.update(np.asarray(jnp.asarray(leaf)).tobytes())
+    return digest.hexdigest()

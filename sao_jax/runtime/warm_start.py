@@ -1,0 +1,76 @@
+"""The first stage: supervised steps on scripted demonstrations. A function of the configuration alone."""
+
+import random
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from sao_jax.data.protocols import TaskFamily
+from sao_jax.envs.base import demonstration
+from sao_jax.learner import supervised
+from sao_jax.models.config import ModelConfig
+from sao_jax.runtime.config import RunConfig
+
+
+def demonstrations(family: TaskFamily, count: int, length: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and action masks [count, length] of attempts by the expert at training instances."""
+    tokens = np.full((count, length), family.tokenizer.pad_id, np.int32)
+    mask = np.zeros((count, length), bool)
+    for row in range(count):
+        end = 0
+        for text, is_action in demonstration(family, "train", row, random.Random(f"{seed}/{row}")):
+            ids = family.tokenizer.encode(text)
+            if end + len(ids) > length:
+                raise ValueError(f"demonstration {row} of task {family.name!r} needs more than {length} tokens")
+            tokens[row, end : end + len(ids)] = ids
+            mask[row, end : end + len(ids)] = is_action
+            end += len(ids)
+    return tokens, mask
+
+
+def warm_start(
+    config: RunConfig,
+    model: ModelConfig,
+    family: TaskFamily,
+    policy: dict,
+    length: int,
+    mesh: jax.sharding.Mesh,
+    *,
+    report: Callable[[int, float], None],
+    check: Callable[[], None],
+) -> dict:
+    """Parameters after `warm_start_steps` steps. `report(step, loss)` is called every 10 steps, `check()` every step.
+
+    Raises ValueError if the task has no expert.
+    """
+    per_device = -(-config.warm_start_batch // mesh.size)
+    micro = min(max(1, 512 // length), per_device)
+    batch = -(-per_device // micro) * micro * mesh.size
+    tokens, mask = _play(family, config, length, check)
+    order = np.random.default_rng(config.seed)
+    program = supervised.step_program(model, mesh, micro)
+    by_row, everywhere = jax.NamedSharding(mesh, jax.P("data")), jax.NamedSharding(mesh, jax.P())
+    state = jax.device_put(supervised.init(policy), everywhere)
+    for step in range(config.warm_start_steps):
+        check()
+        chosen = order.integers(0, len(tokens), config.warm_start_batch)
+        rows = np.zeros((batch, length), np.int32)
+        rows[: len(chosen)] = tokens[chosen]
+        live = np.zeros((batch, length), bool)
+        live[: len(chosen)] = mask[chosen]
+        lr = np.float32(supervised.cosine(step, config.warm_start_steps, config.warm_start_lr))
+        placed = jax.device_put((rows, live), by_row)
+        state, loss = program(state, *placed, jax.device_put(lr, everywhere))
+        if step % 10 == 9 or step + 1 == config.warm_start_steps:
+            report(step + 1, float(loss))
+    return state["params"]
+
+
+def _play(family, config, length, check):
+    try:
+        return demonstrations(family, config.demonstrations, length, config.seed)
+    except NotImplementedError as error:
+        raise ValueError(f"{error}; use --warm-start-steps 0 or --init-from") from None
+    finally:
+        check()

@@ -1,0 +1,65 @@
+import pytest
+
+from sao_jax.envs import registry
+from sao_jax.envs.arithmetic import Arithmetic
+from sao_jax.envs.calculator import Calculator
+
+
+def test_a_name_gives_the_family_with_its_defaults():
+    family = registry.make_family("calculator")
+    assert isinstance(family, Calculator)
+    assert family.max_tokens == 64
+    assert registry.names() == ["arithmetic", "calculator"]
+
+
+def test_options_are_parsed_as_numbers_booleans_or_text():
+    family = registry.make_family("calculator:level=3,noise=0.25")
+    assert (family.max_tokens, family.noise) == (112, 0.25)
+    family = registry.make_family("arithmetic:kind=reverse,partial=true")
+    assert isinstance(family, Arithmetic)
+    assert (family.kind, family.partial) == ("reverse", True)
+    assert registry.parse_options("a=1, b=x,c=False,d=1e-3,e='1'") == {
+        "a": 1,
+        "b": "x",
+        "c": False,
+        "d": 1e-3,
+        "e": "1",
+    }
+
+
+def test_a_class_from_a_module_or_a_file(tmp_path):
+    family = registry.make_family("sao_jax.envs.arithmetic:Arithmetic:kind=max")
+    assert family.kind == "max"
+    path = tmp_path / "tasks.py"
+    path.write_text("class Mine:\n    def __init__(self, size=3):\n        self.size = size\n")
+    assert registry.make_family(f"{path}:Mine").size == 3
+    assert registry.make_family(f"{path}:Mine:size=5").size == 5
+
+
+def test_registering_twice_is_refused(monkeypatch):
+    monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
+    registry.register("mine", Calculator)
+    assert isinstance(registry.make_family("mine:level=1"), Calculator)
+    with pytest.raises(ValueError, match="'mine' is already registered"):
+        registry.register("mine", Calculator)
+    with pytest.raises(ValueError, match="allowed: letters"):
+        registry.register("a:b", Calculator)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("calculater", "unknown task 'calculater'; allowed: arithmetic, calculator"),
+        ("calculator:levle=2", "no option 'levle'; allowed: level, max_number, noise, skip"),
+        ("calculator:level", "'level' is not of the form option=value"),
+        ("calculator:level=1,level=2", "given twice"),
+        ("calculator:level=9", "level is 9"),
+        ("no_such_module:Task", "cannot import 'no_such_module'"),
+        ("no_such_file.py:Task", "no task file"),
+        ("sao_jax.envs.arithmetic:Missing", "has no class 'Missing'"),
+        ("", "unknown task ''"),
+    ],
+)
+def test_what_cannot_be_made_is_explained(spec, message):
+    with pytest.raises(ValueError, match=message):
+        registry.make_family(spec)
