@@ -66,26 +66,27 @@ class Calculator(TaskFamily):
       level: 1 expressions of two calls, 2 (default) of two or three, 3 of two to five (difficulty differs).
       max_number: summands are drawn from 1 to this (at most 99), factors from 2 to 9.
       noise: share of demonstrations in which the plan goes wrong at one step: another operand, operator or order.
-        Every kind of expression has its own habitual mistake, made more often than not in every other kind (.75
-        and .25 for .5), so that imitation alone, greedy or sampled, learns wrong plans. Numbers are copied
-        exactly all the same. 0 and `skip` 0 give an expert that solves everything.
+        Numbers are copied exactly all the same. 0 and `skip` 0 give an expert that solves everything.
       skip: share of demonstrations that answer with what is known before the last call.
+      habit: share of the mistakes that are the expression's own, always the same one; the others are drawn anew.
+        With 0 the right plan stays the likeliest one, so greedy decoding after imitation does far better than
+        sampling. Towards 1 a wrong plan is as likely, and learning can get stuck in it.
     """
 
     name = "calculator"
     stop = ">]"
     tokenizer = CharTokenizer(ALPHABET)
 
-    def __init__(self, level: int = 2, max_number: int = 20, noise: float = 0.5, skip: float = 0.2):
+    def __init__(self, level: int = 2, max_number: int = 20, noise: float = 0.5, skip: float = 0.2, habit: float = 0.0):
         if level not in LEVELS:
             raise ValueError(f"level is {level}; allowed: {', '.join(map(str, LEVELS))}")
         if not 9 <= max_number <= 99:
             raise ValueError(f"max_number is {max_number}; allowed: 9 to 99")
-        for name, share in (("noise", noise), ("skip", skip)):
+        for name, share in (("noise", noise), ("skip", skip), ("habit", habit)):
             if not 0 <= share <= 1:
                 raise ValueError(f"{name} is {share}; it is a share, from 0 to 1")
         self.templates = LEVELS[level]
-        self.max_number, self.noise, self.skip = max_number, noise, skip
+        self.max_number, self.noise, self.skip, self.habit = max_number, noise, skip, habit
         self.max_tokens = {1: 48, 2: 64, 3: 112}[level]
         self.max_turns = 3 + max(len(plan) for plan in self.templates.values())
 
@@ -110,9 +111,10 @@ class Calculator(TaskFamily):
     def expert(self, problem: Problem, actions: Sequence[str], rng: random.Random) -> str:
         """The first call of the plan that has not been made yet, then the answer; from any state."""
         plan = list(self.templates[problem.template])
-        wrong, skip = rng.random() < self.habit_share(problem.template), rng.random() < self.skip
+        wrong, skip = rng.random() < self.noise, rng.random() < self.skip
         if wrong:
-            step, call = habitual_mistake(problem.template, plan)
+            habitual = rng.random() < self.habit
+            step, call = mistake(plan, problem.template, random.Random(problem.template) if habitual else rng)
             plan[step] = call
         if skip:
             plan.pop()
@@ -126,18 +128,6 @@ class Calculator(TaskFamily):
                 break
             known = value
         return f"[{known}]"
-
-    def habit_share(self, template: str) -> float:
-        """Share of demonstrations of one template that make its mistake; `noise` on average over templates."""
-        swing = min(self.noise, 1 - self.noise) / 2
-        return self.noise + (swing if list(self.templates).index(template) % 2 else -swing)
-
-
-def habitual_mistake(template: str, plan: Sequence[str]) -> tuple[int, str]:
-    """(step, wrong call) of a template: always the same one, as a misconception would be."""
-    rng = random.Random(template)
-    step = rng.randrange(len(plan))
-    return step, another_call(plan, step, template, rng)
 
 
 def answer(call: str) -> str:
@@ -178,16 +168,15 @@ def factors(template: str) -> list[bool]:
     return ["*" in (padded[i - 1], padded[i + 1]) for i, character in enumerate(padded) if character.isalpha()]
 
 
-def another_call(plan: Sequence[str], step: int, template: str, rng: random.Random) -> str:
-    """A call that differs from the planned one in an operand, the operator or the order."""
+def mistake(plan: Sequence[str], template: str, rng: random.Random) -> tuple[int, str]:
+    """(step, call): a call that differs from the planned one in an operand, the operator or the order."""
+    step = rng.randrange(len(plan))
     left, operator, right = plan[step]
-    available = [c for c in template if c.isalpha()] + [str(i) for i in range(step)]
-    kinds = ["operand", "operator"] + (["order"] if operator == "-" else [])
-    kind = rng.choice(kinds)
+    kind = rng.choice(["operand", "operator"] + (["order"] if operator == "-" else []))
     if kind == "order":
-        return right + operator + left
+        return step, right + operator + left
     if kind == "operator":
-        return left + rng.choice([o for o in "+-*" if o != operator]) + right
-    if rng.random() < 0.5:
-        return rng.choice([a for a in available if a not in (left, right)]) + operator + right
-    return left + operator + rng.choice([a for a in available if a not in (left, right)])
+        return step, left + rng.choice([o for o in "+-*" if o != operator]) + right
+    available = [c for c in template if c.isalpha()] + [str(i) for i in range(step)]
+    other = rng.choice([a for a in available if a not in (left, right)])
+    return step, rng.choice([other + operator + right, left + operator + other])

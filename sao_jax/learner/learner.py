@@ -67,6 +67,11 @@ class Learner:
         """Rows that no gradient call has used."""
         return self._pending
 
+    @property
+    def window_ready(self) -> bool:
+        """Whether the rows not used yet complete a window or the batch, so that a gradient call wastes nothing."""
+        return self._pending > 0 and self.layout.completes_window(self._filled)
+
     def put(self, row: dict[str, np.ndarray]) -> None:
         """Copies one row to its place in the batch; an arrival-trained critic steps on it right away."""
         self._place(row)

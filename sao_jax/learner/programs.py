@@ -21,7 +21,7 @@ from sao_jax.learner import window as win
 from sao_jax.learner.layout import Layout
 from sao_jax.learner.objective import Choices
 from sao_jax.models.config import ModelConfig
-from sao_jax.models.critic import init_critic, matching_leaves
+from sao_jax.models.critic import critic_outputs, init_critic, matching_leaves
 from sao_jax.objectives import statistics
 from sao_jax.objectives.divergences import rollout_kl, update_kl_coefficient
 from sao_jax.objectives.smoothing import smooth_update_with_kl
@@ -110,7 +110,7 @@ class Programs:
 
     @functools.cached_property
     def frozen(self):
-        if not self.choices.freeze:
+        if not (self.choices.has_critic and self.choices.freeze):
             return jax.tree.map(lambda _: False, self.abstract["critic"])
         return matching_leaves(self.abstract["critic"], self.choices.freeze)
 
@@ -205,30 +205,36 @@ class Programs:
         fixed = self.frozen if frozen else jax.tree.map(lambda _: False, self.frozen)
         parts = [name for name, used in (("policy", with_policy), ("critic", with_critic)) if used]
 
+        logp_for_targets = scored and choices.has_critic and choices.critic_targets == "dis"
+
         def body(params, scalars, totals, buffer, index, live, numbers):
             data = win.take_window(buffer, index, rows)
             data["action_mask"] &= live[0][:, None]
             local = {name: sharding.localize(params[name], specs[name]) for name in ("policy", "critic")}
-            fresh = {}
-            if scored:
-                whole = {name: sharding.gather(local[name], specs[name]) for name in local}
-                fresh = win.score(config, choices, numbers, scalars, whole, data)
-                data |= fresh
+            trained = {name: local[name] for name in parts}
 
-            def loss(local):
-                total, sums = jnp.zeros(()), {}
+            def loss(trained):
+                # One forward pass of each model serves its loss and, with its gradient stopped, the targets.
+                whole = {name: sharding.gather(p, specs[name]) for name, p in (local | trained).items()}
+                seen, fresh, total, sums = data, {}, jnp.zeros(()), {}
+                logp = entropy = outputs = None
+                if with_policy or logp_for_targets:
+                    logp, entropy = win.policy_forward(config, whole["policy"], data)
+                if choices.has_critic and (scored or with_critic):
+                    critic = win.frozen_as_constants(whole["critic"], fixed)
+                    outputs = critic_outputs(config, critic, data["tokens"])
+                if scored:
+                    fresh = win.score(choices, numbers, scalars, data, outputs, jax.lax.stop_gradient(logp))
+                    seen = data | fresh
                 if with_policy:
-                    whole = sharding.gather(local["policy"], specs["policy"])
-                    part, sums = win.policy_terms(config, choices, numbers, scalars["kl_coef"], whole, data)
-                    total += part
+                    total, sums = win.policy_terms(choices, numbers, scalars["kl_coef"], seen, logp, entropy)
                 if with_critic and choices.has_critic:
-                    whole = win.frozen_as_constants(sharding.gather(local["critic"], specs["critic"]), fixed)
-                    total += win.critic_loss(config, choices, numbers, whole, data)
-                return total, sums
+                    total += win.critic_loss(choices, numbers, seen, outputs)
+                if scored and choices.has_critic:
+                    sums = sums | win.critic_sums(seen)
+                return total, (sums, fresh)
 
-            gradients, sums = jax.grad(loss, has_aux=True)({name: local[name] for name in parts})
-            if scored and choices.has_critic:
-                sums = sums | win.critic_sums(choices, numbers, data)
+            gradients, (sums, fresh) = jax.grad(loss, has_aux=True)(trained)
             keep = win.all_finite((gradients, sums))
             out = {"sums": win.add_sums(totals["sums"], sums, keep)}
             for name in ("policy", "critic"):

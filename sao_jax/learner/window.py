@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from sao_jax.learner import sharding
 from sao_jax.learner.objective import Choices
 from sao_jax.models.config import ModelConfig
-from sao_jax.models.critic import critic_outputs, prefix_values
+from sao_jax.models.critic import prefix_values
 from sao_jax.models.decoder import bind
 from sao_jax.models.logprobs import next_token_logprobs
 from sao_jax.objectives import advantages, diagnostics, divergences, policy, value, weights
@@ -29,15 +29,16 @@ SUMS = POLICY_SUMS + CRITIC_SUMS + OTHER_SUMS
 MAXIMA = ("ratio_max",)
 
 
-def score(config: ModelConfig, choices: Choices, numbers: dict, scalars: dict, params: dict, rows: dict) -> dict:
-    """Values, advantages and critic targets [R, L] of rows under the parameters as they are; nothing is differentiated.
+def score(choices: Choices, numbers: dict, scalars: dict, rows: dict, outputs, logp) -> dict:
+    """Values, advantages and critic targets [R, L] of rows; nothing of it is differentiated.
 
-    With a given baseline the row's advantage stands at each of its action tokens.
+    `outputs` [R, L] are the critic's as it is now, `logp` [R, L] the policy's, needed for importance-corrected targets
+    only. With a given baseline the row's advantage stands at each of its action tokens.
     """
     mask = rows["action_mask"]
     if not choices.has_critic:
         return {"advantages": jnp.where(mask, rows["advantage"][:, None], 0.0)}
-    values, bootstrap = prefix_values(critic_outputs(config, params["critic"], rows["tokens"]), rows["length"])
+    values, bootstrap = prefix_values(jax.lax.stop_gradient(outputs), rows["length"])
     bootstrap = jnp.where(rows["truncated"], bootstrap, 0.0)
 
     def estimate(rewards, values, mask, segments, lambda_, bootstrap):
@@ -58,7 +59,6 @@ def score(config: ModelConfig, choices: Choices, numbers: dict, scalars: dict, p
     if choices.critic_targets == "mc":
         _, targets = estimates(*common, jnp.broadcast_to(numbers["critic_lambda"], bootstrap.shape), bootstrap)
     else:
-        logp, _ = policy_forward(config, params["policy"], rows)
         ratio = token_weights(choices, numbers, logp, rows["rollout_logp"], raw)
         corrected = functools.partial(
             advantages.corrected_returns, discount=numbers["gamma"], lambda_=numbers["critic_lambda"]
@@ -70,10 +70,7 @@ def score(config: ModelConfig, choices: Choices, numbers: dict, scalars: dict, p
     if choices.whiten == "running":
         spread = jnp.sqrt(jnp.maximum(scalars["adv_sq"] - jnp.square(scalars["adv_mean"]), 1e-8))
         used = jnp.where(mask, (raw - scalars["adv_mean"]) / spread, 0.0)
-    return jax.tree.map(
-        jax.lax.stop_gradient,
-        {"values": values, "advantages": used, "advantages_raw": raw, "targets": targets},
-    )
+    return {"values": values, "advantages": used, "advantages_raw": raw, "targets": targets}
 
 
 def token_weights(choices: Choices, numbers: dict, logp, rollout_logp, advantage):
@@ -95,9 +92,8 @@ def policy_forward(config: ModelConfig, params: dict, rows: dict):
     return next_token_logprobs(model(rows["tokens"]), model.head(), rows["tokens"], rows["temperature"])
 
 
-def policy_terms(config: ModelConfig, choices: Choices, numbers: dict, kl_coef, params: dict, rows: dict):
-    """(loss sum, policy sums) of rows whose "advantages" are known."""
-    logp, entropy = policy_forward(config, params, rows)
+def policy_terms(choices: Choices, numbers: dict, kl_coef, rows: dict, logp, entropy):
+    """(loss sum, policy sums) of rows whose "advantages" are known; differentiable in `logp` [R, L]."""
     mask, rollout_logp, advantage = rows["action_mask"], rows["rollout_logp"], rows["advantages"]
     if choices.policy_loss == "ppo":
         loss_of = functools.partial(
@@ -127,9 +123,9 @@ def policy_terms(config: ModelConfig, choices: Choices, numbers: dict, kl_coef, 
     return total, jax.tree.map(lambda x: jax.lax.stop_gradient(x.astype(jnp.float32)), sums | drift | outside)
 
 
-def critic_loss(config: ModelConfig, choices: Choices, numbers: dict, params: dict, rows: dict):
-    """Sum of the value loss over rows whose "targets" and old "values" are known."""
-    values, _ = prefix_values(critic_outputs(config, params, rows["tokens"]), rows["length"])
+def critic_loss(choices: Choices, numbers: dict, rows: dict, outputs):
+    """Sum of the value loss over rows whose "targets" and old "values" are known; differentiable in `outputs`."""
+    values, _ = prefix_values(outputs, rows["length"])
 
     def loss(values, targets, mask, old):
         clipped = {"old_values": old, "clip": numbers["value_clip"]} if choices.value_clip else {}
@@ -138,7 +134,7 @@ def critic_loss(config: ModelConfig, choices: Choices, numbers: dict, params: di
     return jax.vmap(loss)(values, rows["targets"], rows["action_mask"], rows["values"]).sum()
 
 
-def critic_sums(choices: Choices, numbers: dict, rows: dict) -> dict:
+def critic_sums(rows: dict) -> dict:
     """Metric sums of the values as they were before the critic's step."""
     mask = rows["action_mask"]
     error = jnp.where(mask, rows["targets"] - rows["values"], 0.0)

@@ -1,12 +1,13 @@
 """Incremental forward passes of the decoder: a key/value cache, chunk prefill, and bursts of decode steps.
 
-Everything here is a pure function of (model, cache, tokens). A burst of decode steps works on a *window*: the attended
-part of the cache followed by one column per step of the burst. Every row writes step i to column `attended + i`, so
-the loop needs no scatter; `close_window` copies the new columns into the cache, at each row's own position, once per
-burst. Masked columns have weight exactly 0, so a row's result does not depend on how many of them there are.
+Everything here is a pure function of (model, cache, tokens). A burst of decode steps works on a *window*: one column per
+step of the burst, followed by the attended part of the cache. Every row writes step i to column i, so the loop needs no
+scatter; `close_window` copies the new columns into the cache, at each row's own position, once per burst. New columns
+come first, so that what a row sees stays at the same columns whatever the attended length, which its mates decide;
+columns it does not see have weight exactly 0.
 
 Shapes: B rows (slots) of the cache, P rows of a prefill call, K key/value heads, G query heads per key/value head,
-E head width, C capacity, S attended length, W = S + steps of a burst, T tokens of a chunk, D width.
+E head width, C capacity, S attended length, W columns of a window, N those of the burst, T tokens of a chunk, D width.
 """
 
 import jax
@@ -18,6 +19,8 @@ from sao_jax.models.decoder import Decoder, rotary_angles
 # One (keys [B, K, E, C], values [B, K, C, E]) per layer. Keys lie transposed: q @ keys is then a plain product.
 Cache = tuple[tuple[jax.Array, jax.Array], ...]
 
+_BLOCK = 288  # columns summed in one product
+
 
 def init_cache(config: ModelConfig, rows: int, capacity: int) -> Cache:
     """An empty cache. `capacity` must exceed the longest sequence by the largest chunk or burst written to it."""
@@ -27,16 +30,37 @@ def init_cache(config: ModelConfig, rows: int, capacity: int) -> Cache:
     return tuple((jnp.zeros(keys, c.dtype), jnp.zeros(values, c.dtype)) for _ in range(c.num_layers))
 
 
+def _exp(x):
+    """exp(x) for x <= 0, to about one unit in the last place; 0 below -87.
+
+    Plain arithmetic gives the same bits however it is compiled; jnp.exp does not: on CPU XLA chooses its form by the
+    size of the loop it ends up in, so a row's numbers would depend on the attended length, that is, on its mates.
+    """
+    n = jnp.round(x * 1.44269504)
+    r = (x - n * 0.693359375) + n * 2.12194440e-4  # log 2 in two parts: |r| <= log(2) / 2 without rounding error
+    p = jnp.float32(1.98756915e-4)
+    for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        p = p * r + c
+    power = jax.lax.bitcast_convert_type((n.astype(jnp.int32) + 127) << 23, jnp.float32)
+    return jnp.where(x > -87.0, (p * r * r + r + 1) * power, 0)
+
+
 def _attend(q_BxTxHxE, keys_BxKxExW, values_BxKxWxE, visible_BxTxW):
-    """Softmax attention of T queries a row over W columns; at least one column is visible to each. [B, T, H, E]."""
+    """Softmax attention of T queries a row over W columns; at least one column is visible to each. [B, T, H, E].
+
+    Columns that are not visible add exact zeros, in products whose order of summation does not depend on W.
+    """
     B, T, H, E = q_BxTxHxE.shape
-    K = keys_BxKxExW.shape[1]
+    K, W = keys_BxKxExW.shape[1], keys_BxKxExW.shape[3]
     q = q_BxTxHxE.reshape(B, T, K, H // K, E).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, E)
     scores = jnp.einsum("bkte,bkew->bktw", q, keys_BxKxExW, preferred_element_type=jnp.float32) * E**-0.5
     scores = jnp.where(jnp.tile(visible_BxTxW, (1, H // K, 1))[:, None], scores, -jnp.inf)
-    weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    out = jnp.einsum("bktw,bkwe->bkte", weights.astype(q.dtype), values_BxKxWxE)
+    weights = _exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    out, total = 0.0, 0.0
+    for block in range(0, W, _BLOCK):  # longer sums would be split by the library, at points that depend on W
+        w = weights[..., block : block + _BLOCK]
+        total += w @ jnp.ones((w.shape[-1], 1))
+        out += jnp.einsum("bktw,bkwe->bkte", w.astype(q.dtype), values_BxKxWxE[:, :, block : block + _BLOCK])
     out = (out / total).astype(q.dtype).reshape(B, K, H // K, T, E)
     return out.transpose(0, 3, 1, 2, 4).reshape(B, T, H, E)
 
@@ -72,8 +96,8 @@ def extend(model: Decoder, cache: Cache, slots_P, tokens_PxT, start_P, *, attend
     past = jnp.arange(attended) < start_P[:, None]
     visible = jnp.concatenate(
         [
-            jnp.broadcast_to(past[:, None], (P, T, attended)),
             jnp.broadcast_to(jnp.tril(jnp.ones((T, T), bool)), (P, T, T)),
+            jnp.broadcast_to(past[:, None], (P, T, attended)),
         ],
         axis=-1,
     )
@@ -90,53 +114,57 @@ def extend(model: Decoder, cache: Cache, slots_P, tokens_PxT, start_P, *, attend
         v_past = rows_of(values, (c.num_kv_heads, attended, c.head_dim))
         # Whatever an earlier sequence left in the slot, 0 * NaN must not come of it.
         v_past = jnp.where(past[:, None, :, None], v_past, 0)
-        k_all, v_all = jnp.concatenate([k_past, k], axis=3), jnp.concatenate([v_past, v], axis=2)
+        k_all, v_all = jnp.concatenate([k, k_past], axis=3), jnp.concatenate([v, v_past], axis=2)
         x = x + block.attn.merge(_attend(q, k_all, v_all, visible))
         x = x + block.mlp(x)
     return model.final_norm(x), _write(cache, tuple(new), slots_P, start_P)
 
 
+def _columns(steps: int) -> int:
+    """Columns set aside for a burst: a multiple of 8, which keeps the rest of the window aligned."""
+    return -(-steps // 8) * 8
+
+
 def open_window(cache: Cache, past_B: jax.Array, *, attended: int, steps: int) -> Cache:
-    """The first `attended` columns of the cache and `steps` empty ones: what a burst works on.
+    """Empty columns for `steps` steps and the first `attended` ones of the cache: what a burst works on.
 
     past_B: number of cached positions of each row, at most `attended`; values beyond it are cleared.
     """
+    N = _columns(steps)
     known = (jnp.arange(attended) < past_B[:, None])[:, None, :, None]
     return tuple(
         (
-            jnp.pad(keys[..., :attended], ((0, 0), (0, 0), (0, 0), (0, steps))),
-            jnp.pad(jnp.where(known, values[:, :, :attended], 0), ((0, 0), (0, 0), (0, steps), (0, 0))),
+            jnp.pad(keys[..., :attended], ((0, 0), (0, 0), (0, 0), (N, 0))),
+            # Whatever an earlier sequence left in the slot, 0 * NaN must not come of it.
+            jnp.pad(jnp.where(known, values[:, :, :attended], 0), ((0, 0), (0, 0), (N, 0), (0, 0))),
         )
         for keys, values in cache
     )
 
 
-def decode_step(model: Decoder, window: Cache, token_B, cos, sin, past_B, step, *, attended: int):
-    """Feeds one token a row, as number `step` of the burst that began with past_B cached positions.
+def decode_step(model: Decoder, window: Cache, token_B, cos, sin, past_B, step, *, steps: int):
+    """Feeds one token a row, as number `step` < `steps` of the burst that began with past_B cached positions.
 
     cos, sin: [B, 1, E/2] of position past_B + step. Returns (hidden [B, D] after the final norm, window).
     """
-    columns = jnp.arange(window[0][0].shape[-1])
-    visible = (columns < jnp.minimum(past_B, attended)[:, None]) | (
-        (columns >= attended) & (columns <= attended + step)
-    )
+    columns, N = jnp.arange(window[0][0].shape[-1]), _columns(steps)
+    visible = jnp.where(columns < N, columns <= step, columns - N < past_B[:, None])[:, None]
     x, new = model.embed_tokens(token_B[:, None]), []
     for block, (keys, values) in zip(model.layers, window, strict=True):
         q, k, v = block.attn.project(x, cos, sin)
-        column = attended + step
-        keys = jax.lax.dynamic_update_slice_in_dim(keys, k.transpose(0, 2, 3, 1), column, axis=3)
-        values = jax.lax.dynamic_update_slice_in_dim(values, v.transpose(0, 2, 1, 3), column, axis=2)
+        keys = jax.lax.dynamic_update_slice_in_dim(keys, k.transpose(0, 2, 3, 1), step, axis=3)
+        values = jax.lax.dynamic_update_slice_in_dim(values, v.transpose(0, 2, 1, 3), step, axis=2)
         new.append((keys, values))
-        x = x + block.attn.merge(_attend(q, keys, values, visible[:, None]))
+        x = x + block.attn.merge(_attend(q, keys, values, visible))
         x = x + block.mlp(x)
     return model.final_norm(x)[:, 0], tuple(new)
 
 
-def close_window(cache: Cache, window: Cache, past_B: jax.Array, *, attended: int) -> Cache:
+def close_window(cache: Cache, window: Cache, past_B: jax.Array, *, steps: int) -> Cache:
     """Copies the columns of a burst into the cache, from each row's position past_B on.
 
     A row that paused after n steps leaves columns of no meaning beyond past_B + n; they are overwritten before they
     are attended.
     """
-    new = tuple((keys[..., attended:], values[:, :, attended:]) for keys, values in window)
+    new = tuple((keys[..., :steps], values[:, :, :steps]) for keys, values in window)
     return _write(cache, new, jnp.arange(past_B.shape[0]), past_B)

@@ -80,7 +80,7 @@ def clipped_ratio_loss(
     logp, old_logp, mask = floats(logp), jax.lax.stop_gradient(floats(old_logp)), mask_of(action_mask)
     advantages = jax.lax.stop_gradient(floats(advantages))
     chex.assert_equal_shape([logp, old_logp, advantages, mask])
-    ratio, finite = finite_ratio(jnp.where(mask, logp, 0.0), jnp.where(mask, old_logp, 0.0))
+    ratio, finite = finite_ratio(logp, old_logp)
     used = mask & finite
     advantages = jnp.where(used, advantages, 0.0)
     objective = jnp.minimum(ratio * advantages, jnp.clip(ratio, low, high) * advantages)

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, PercentFormatter, ScalarFormatter
 
 from sao_jax.report.run_folder import evaluation, finite, of_stage, read_run, series, setting, write_whole
 
@@ -246,7 +246,13 @@ def dark(color: str) -> tuple[float, float, float]:
 
 def warm_start_panel(metrics, config) -> Panel | None:
     keys = (("warm_start/loss", GREEN, None),)
-    return lines_panel("Warm start: loss", metrics, keys, stage="warm_start", x="step", x_label="steps")
+    lines = of_stage(metrics, "warm_start")
+    steps, _ = series(lines, "warm_start/loss", "step")
+    if len(steps) and steps.min() < 0:
+        # Counted down to RL, from -total to 0.
+        total = finite(setting(config, "warm_start_steps")) or 0.0
+        lines = [line | {"step": line["step"] + total} for line in lines if finite(line.get("step")) is not None]
+    return lines_panel("Warm start: loss", lines, keys, stage="warm_start", x="step", x_label="steps")
 
 
 def preheat_panel(metrics, config) -> Panel | None:
@@ -287,7 +293,7 @@ def lines_panel(title, metrics, keys, *, stage="rl", x="rollouts", x_label="", p
         if low >= 0:
             axes.set_ylim(0, 1.08 * top or 1)
         if percent:
-            axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:.3g}%"))
         if integers:
             axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.set_xlabel(x_label)
@@ -337,7 +343,7 @@ def finish(axes: Axes, panel: Panel) -> None:
     if not isinstance(axes.xaxis.get_major_locator(), FixedLocator):
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(thousands))
-    if axes.get_yscale() == "linear" and not isinstance(axes.yaxis.get_major_formatter(), PercentFormatter):
+    if isinstance(axes.yaxis.get_major_formatter(), ScalarFormatter):
         axes.yaxis.set_major_formatter(FuncFormatter(thousands))
     if axes.get_legend() is None and axes.get_legend_handles_labels()[0]:
         axes.legend(

@@ -11,6 +11,9 @@ import numpy as np
 
 from sao_jax.report.intervals import wilson
 
+# Lines of updates of either kind; their `rollouts` only ever grow.
+UPDATES = ("rl", "critic_only")
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -48,7 +51,7 @@ def read_run(folder) -> Run:
     metrics, unreadable = parse_lines(path.read_text(encoding="utf-8", errors="replace"))
     evaluation = read_json(folder / "evaluation.json", [])
     records = evaluation if isinstance(evaluation, list) else [evaluation]
-    evaluations = [{k.removeprefix("eval/"): v for k, v in r.items()} for r in records if isinstance(r, dict)]
+    evaluations = [e for r in records if isinstance(r, dict) for e in with_greedy(r)]
     return Run(folder, read_json(folder / "config.json", {}), without_rewound(metrics), evaluations, unreadable)
 
 
@@ -77,22 +80,30 @@ def parse_lines(text: str) -> tuple[list[dict], int]:
 
 
 def without_rewound(metrics: Iterable[dict]) -> list[dict]:
-    """Drops rl and eval lines of rollouts that the run, resumed from a checkpoint, wrote a second time."""
+    """Drops lines of updates that the run, resumed from a checkpoint, wrote a second time.
+
+    Eval lines stay: who reads them takes the last one of a place.
+    """
     kept: list[dict] = []
     newest = -math.inf
     for line in metrics:
         rollouts = finite(line.get("rollouts"))
-        if line.get("stage") == "rl" and rollouts is not None:
+        if line.get("stage") in UPDATES and rollouts is not None:
             if rollouts <= newest:
-                kept = [x for x in kept if x.get("stage") not in ("rl", "eval") or before(x, rollouts)]
+                kept = [x for x in kept if x.get("stage") not in UPDATES or (finite(x.get("rollouts")) or 0) < rollouts]
             newest = rollouts
         kept.append(line)
     return kept
 
 
-def before(line: dict, rollouts: float) -> bool:
-    own = finite(line.get("rollouts"))
-    return own is None or own < rollouts
+def with_greedy(record: dict) -> list[dict]:
+    """A record of `evaluation.json` as one record for each way of sampling."""
+    record = {k.removeprefix("eval/"): v for k, v in record.items()}
+    rate = record.pop("greedy_success", None)
+    if rate is None:
+        return [record]
+    shared = {k: record[k] for k in ("n", "version", "rollouts") if k in record}
+    return [record, {"success": rate, "greedy": True} | shared]
 
 
 def finite(x) -> float | None:

@@ -24,9 +24,15 @@ MOMENTS = {
     "warm_start": "After the warm start",
     "before": "Before RL",
     "after": "After RL",
-    "evaluation": "Separate evaluation",
+    "evaluation": "Evaluated afterwards",
 }
-STAGES = {"warm_start": "warm start", "preheat": "preheating", "rl": "RL", "eval": "evaluation"}
+STAGES = {
+    "warm_start": "warm start",
+    "preheat": "preheating",
+    "critic_only": "critic-only steps",
+    "rl": "RL",
+    "eval": "evaluation",
+}
 
 
 def summarise(folder) -> dict:
@@ -87,7 +93,7 @@ def held_out(run: Run) -> dict[str, dict[str, dict]]:
     found: dict[str, dict[str, dict]] = {}
     stages = [line.get("stage") for line in run.metrics]
     warm = stages.index("warm_start") if "warm_start" in stages else None
-    cold_end = next((i for i, s in enumerate(stages) if s in ("preheat", "rl")), len(stages))
+    cold_end = next((i for i, s in enumerate(stages) if s in ("preheat", "critic_only", "rl")), len(stages))
     first_rl = stages.index("rl") if "rl" in stages else len(stages)
     for i, line in enumerate(run.metrics):
         result = evaluation(line) if line.get("stage") == "eval" else None
@@ -105,8 +111,12 @@ def held_out(run: Run) -> dict[str, dict[str, dict]]:
         found.setdefault(moment, {})[kind] = result
     for record in run.evaluations:
         result = evaluation(record)
-        if result is not None:
-            kind = "greedy" if result.pop("greedy") else "sampled"
+        if result is None:
+            continue
+        kind = "greedy" if result.pop("greedy") else "sampled"
+        known = found.get("after", {}).get(kind, {})
+        # A run that ended well repeats its last evaluation in evaluation.json.
+        if any(known.get(k) != result[k] for k in ("success", "n", "version")):
             found.setdefault("evaluation", {})[kind] = result
     return {moment: found[moment] for moment in MOMENTS if moment in found}
 

@@ -131,9 +131,7 @@ def _sample_burst(config, layout, burst, attended, params, cache, state, plan, s
 
     def decode(carry):
         step, window, token, remaining, count, ids, logps = carry
-        hidden, window = decoding.decode_step(
-            model, window, token, cos[step], sin[step], past, step, attended=attended
-        )
+        hidden, window = decoding.decode_step(model, window, token, cos[step], sin[step], past, step, steps=burst)
         logits = jnp.dot(hidden, head, preferred_element_type=jnp.float32)
         drawn, logp = sample_tokens(logits, uniforms[:, step], state["temperature"])
         live = remaining > 0
@@ -145,7 +143,7 @@ def _sample_burst(config, layout, burst, attended, params, cache, state, plan, s
     zeros = jnp.zeros((burst, B), jnp.int32)
     start = (0, window, state["token"], state["remaining"], zeros[0], zeros, zeros.astype(jnp.float32))
     _, window, token, remaining, count, ids, logps = jax.lax.while_loop(more, decode, start)
-    cache = decoding.close_window(cache, window, past, attended=attended)
+    cache = decoding.close_window(cache, window, past, steps=burst)
     state = state | {"token": token, "position": past + count, "remaining": remaining}
     result = jnp.concatenate([count[None], ids, jax.lax.bitcast_convert_type(logps, jnp.int32)]).T
     return cache, state, result
@@ -184,7 +182,9 @@ class Engine:
         if mesh.axis_names != ("data",):
             raise ValueError(f"the mesh has axes {mesh.axis_names}; the engine needs the single axis 'data'")
         if slots < 1 or slots % devices:
-            raise ValueError(f"{slots} slots cannot be split evenly over {devices} devices; use a multiple of {devices}")
+            raise ValueError(
+                f"{slots} slots cannot be split evenly over {devices} devices; use a multiple of {devices}"
+            )
         for name, value in (("context", context), ("burst", burst), ("prefill_rows", prefill_rows)):
             if value < 1:
                 raise ValueError(f"engine {name} is {value}; it must be at least 1")
@@ -214,18 +214,16 @@ class Engine:
         self._stop = put(self._stop_host)
         capacity = self._lengths[-1] + max(burst, buckets[-1])
         state = {name: jnp.zeros(slots, jnp.float32 if name == "temperature" else jnp.int32) for name in _STATE}
-        self._cache, self._state = jax.device_put(
-            (decoding.init_cache(config, slots, capacity), state), self._sharded
-        )
+        self._cache, self._state = jax.device_put((decoding.init_cache(config, slots, capacity), state), self._sharded)
 
         @functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
         def program(attended, *args):
             d, r = jax.P("data"), jax.P()
             body = functools.partial(_sample_burst, config, self._layout, burst, attended)
             # No collectives and no gradients here, so there is nothing for the check of replication to find.
-            return jax.shard_map(
-                body, mesh=mesh, in_specs=(r, d, d, d, r, r), out_specs=(d, d, d), check_vma=False
-            )(*args)
+            return jax.shard_map(body, mesh=mesh, in_specs=(r, d, d, d, r, r), out_specs=(d, d, d), check_vma=False)(
+                *args
+            )
 
         self._program = program
 
@@ -360,9 +358,20 @@ class Engine:
         self._remaining[rows] = np.where(stopped, 0, left)
         versions = np.full(self.burst, version, np.int32)
         return [
-            Piece(rollout, ids[row, :n].copy(), logps[row, :n].copy(), versions[:n], "stop" if s else "" if m else "length")
+            Piece(
+                rollout,
+                ids[row, :n].copy(),
+                logps[row, :n].copy(),
+                versions[:n],
+                "stop" if s else "" if m else "length",
+            )
             for row, rollout, n, s, m in zip(
-                rows.tolist(), self._rollout[rows].tolist(), counts.tolist(), stopped.tolist(), left.tolist(), strict=True
+                rows.tolist(),
+                self._rollout[rows].tolist(),
+                counts.tolist(),
+                stopped.tolist(),
+                left.tolist(),
+                strict=True,
             )
         ]
 
@@ -418,7 +427,7 @@ class Engine:
             while end - start > longest:
                 rounds[number].append((slot, start, start + longest))
                 start, number = start + longest, number + 1
-            rest[next(T for T in layout.buckets if T >= end - start)].append((slot, start, end, number))
+            rest[next(T for T in layout.buckets if end - start <= T)].append((slot, start, end, number))
         for slot, start, end, number in rest.pop(longest):
             rounds[number].append((slot, start, end))
         lists = {T: [[c[:3] for c in chunks]] for T, chunks in rest.items()}
@@ -449,7 +458,9 @@ class Engine:
         shape = (self._devices, self._local)
         first["change"][:] = self._changed.reshape(shape)
         for name in ("token", "position", "remaining", "rollout", "attempt"):
-            values = self._history[np.arange(self.slots), self._position] if name == "token" else getattr(self, f"_{name}")
+            values = (
+                self._history[np.arange(self.slots), self._position] if name == "token" else getattr(self, f"_{name}")
+            )
             first[name][:] = values.reshape(shape)
         first["temperature"][:] = self._temperature.view(np.int32).reshape(shape)
         self._changed[:] = False

@@ -19,7 +19,12 @@ def prepare_backend(num_devices: int | None = None) -> None:
     if os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
     if os.environ.get("JAX_PLATFORMS") == "cpu":
-        jax.config.update("jax_num_cpu_devices", num_devices or len(os.sched_getaffinity(0)))
+        devices = num_devices or len(os.sched_getaffinity(0))
+        jax.config.update("jax_num_cpu_devices", devices)
+        # XLA runs programs of all virtual devices, and their dispatch, on one pool with a thread per core. A program
+        # that waits for its other devices in a reduction keeps its thread; with no thread to spare the next dispatch
+        # blocks, or the reduction waits for ever. NPROC is where XLA reads the size of that pool.
+        os.environ.setdefault("NPROC", str(2 * devices + 2))
 
 
 def data_mesh(num_devices: int | None = None):

@@ -29,10 +29,23 @@ from sao_jax.runtime.run import Run
 
 
 class Loop:
-    """RL on one run; see the module's text. `check()` is called once a turn and may raise to stop the run."""
+    """RL on one run; see the module's text.
 
-    def __init__(self, run: Run, *, first_rollout: int, check: Callable[[], None], metrics: LoopMetrics):
-        self.run, self.config, self._check, self.metrics = run, run.config, check, metrics
+    `check()` is called once a turn and may raise to stop the run; `between(version)` is called once a turn as well, at
+    a point where something else may drive the sampler for a while (see `take` and `note_burst`).
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        first_rollout: int,
+        check: Callable[[], None],
+        metrics: LoopMetrics,
+        between: Callable[[int], None] = lambda version: None,
+    ):
+        self.run, self.config, self.metrics = run, run.config, metrics
+        self._check, self._between = check, between
         self.updates = 0  # ended batches, critic-only ones included
         self._limit = first_rollout + self.config.rollouts  # rollouts handed out in all
         self._collecting = False  # preheating: trajectories are stored and go nowhere
@@ -53,9 +66,11 @@ class Loop:
         """Runs until the budget is used up; the last batch may be smaller than the others."""
         self.run.learner.critic_only = self._critic_only(self.updates)
         timer = self.run.timer
+        self.metrics.begin()
         try:
             while True:
                 self._check()
+                self._between(self.run.learner.version)
                 timer.switch("collect")
                 ended = self._taken + self.run.agents.collect()
                 self._taken = []
@@ -181,8 +196,8 @@ class Loop:
     def _finished(self, t: Trajectory) -> None:
         location = self.run.store.append(save_trajectory(t))
         self.run.ledger.finish(t.rollout, vars(location), t.total_reward)
-        self.metrics.finished(t)
         if not self._collecting:
+            self.metrics.finished(t)
             self._decided(self._collector.add(t))
 
     def _failed(self, failure: Failure) -> list[tuple[int, int]]:
@@ -306,12 +321,13 @@ class Loop:
 
     def _after_update(self, position: int, payload: dict) -> None:
         if not payload["critic_only"] and self.run.learner.version % self.config.publish_every == 0:
-            self._publish()
+            self.publish()
             self.metrics.published()
         if self.updates % self.config.checkpoint_every == 0:
             self.save(position)
 
-    def _publish(self) -> None:
+    def publish(self) -> None:
+        """Gives the learner's policy to the sampler, from the next burst on."""
         learner = self.run.learner
         self.run.engine.publish(learner.published_policy(), learner.version)
         self._schedule.append(("publish", {"version": learner.version}))
@@ -347,10 +363,11 @@ class Loop:
 
         Finished trajectories that have not arrived are decided again; running rollouts start a new attempt.
         """
+        self.metrics.resume(updates)
         arrived = self.reapply(position, updates)
         self._batch, self._planned_updates = arrived, self.updates
         self._take_up(set(arrived))
-        self._publish()
+        self.publish()
         with self.run.ledger.transaction():
             self._restart_running()
 

@@ -54,12 +54,18 @@ class LoopMetrics:
         self._latency: list[float] = []
         self._value_sums: collections.deque[dict] = collections.deque(maxlen=window)
         self._successes: collections.deque[float] = collections.deque(maxlen=512)
-        self._tokens, self._since = 0, time.monotonic()
+        self._since = time.monotonic()
         self.trained = 0
         self.compiled = run.compiles.count
 
     def note(self, line: str) -> None:
         self._display.note(line)
+
+    def resume(self, updates: int) -> None:
+        """Continues the counts of a run that has made `updates` updates."""
+        self.trained = updates * self._run.config.batch_size
+        for (reason, _), count in self._run.ledger.dropped_by().items():
+            self.dropped[reason] += count
 
     # ---- what happens to trajectories
 
@@ -113,6 +119,11 @@ class LoopMetrics:
         now = time.monotonic()
         self._latency += [now - ended for ended in self._unpublished]
         self._unpublished = []
+
+    def begin(self) -> None:
+        """Rates and stage times count from here."""
+        self._run.timer.read()
+        self._since = time.monotonic()
 
     def mark_compiled(self) -> None:
         """From here on every compilation counts as a recompilation."""

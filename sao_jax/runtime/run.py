@@ -95,6 +95,37 @@ def make_engine(config: RunConfig, family: TaskFamily, context: int, learner: Le
     )
 
 
+def make_agents(config: RunConfig, family: TaskFamily, context: int, engine: Engine) -> Agents:
+    return Agents(
+        engine,
+        family,
+        context=context,
+        limit_bootstrap=config.limit_bootstrap,
+        env_workers=config.env_workers,
+        env_timeout=config.env_timeout,
+    )
+
+
+def restored_policy(config: RunConfig, folder: pathlib.Path, learner: Learner) -> tuple[dict, int]:
+    """(policy, version) of the newest complete checkpoint in a run folder; `learner` has the shapes."""
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        newest = checkpoints.newest()
+        if newest is None:
+            raise ValueError(f"{folder} has no complete checkpoint")
+        state, meta = checkpoints.restore(newest, learner.programs.abstract_state())
+    return state["policy"], meta["version"]
+
+
+def restored_agents(config: RunConfig, folder: pathlib.Path) -> tuple[Agents, int]:
+    """A sampler with the newest weights of a run, for evaluation; and their version."""
+    family, context = family_and_context(config)
+    learner = make_learner(config, family, context, data_mesh(config.devices))
+    policy, version = restored_policy(config, folder, learner)
+    engine = make_engine(config, family, context, learner)
+    engine.publish(policy, version)
+    return make_agents(config, family, context, engine), version
+
+
 def open_run(
     config: RunConfig,
     folder: pathlib.Path,
@@ -114,14 +145,7 @@ def open_run(
     mesh = data_mesh(config.devices)
     learner = make_learner(config, family, context, mesh)
     engine = make_engine(config, family, context, learner)
-    agents = Agents(
-        engine,
-        family,
-        context=context,
-        limit_bootstrap=config.limit_bootstrap,
-        env_workers=config.env_workers,
-        env_timeout=config.env_timeout,
-    )
+    agents = make_agents(config, family, context, engine)
     folder.mkdir(parents=True, exist_ok=True)
     if source is None:
         path = folder / "ledger.sqlite"

@@ -12,13 +12,12 @@ import numpy as np
 
 from sao_jax.data.rows import blank_row
 from sao_jax.report.intervals import wilson
-from sao_jax.runtime.checkpoints import Checkpoints
 from sao_jax.runtime.config import RunConfig
 from sao_jax.runtime.evaluation import evaluate
 from sao_jax.runtime.loop import Loop
 from sao_jax.runtime.loop_metrics import LoopMetrics
 from sao_jax.runtime.preheat import fit_critic
-from sao_jax.runtime.run import Run, open_run, read_config
+from sao_jax.runtime.run import Run, make_learner, open_run, read_config, restored_policy
 from sao_jax.runtime.signals import Interrupted
 from sao_jax.runtime.warm_start import warm_start
 
@@ -52,7 +51,7 @@ class Stages:
         self.run, self.config, self.display, self.check = run, run.config, display, check
         self.metrics = LoopMetrics(run, display)
         preheated = self.config.preheat_rollouts or 0 if self.config.has_critic else 0
-        self.loop = Loop(run, first_rollout=preheated, check=self._check_in_loop, metrics=self.metrics)
+        self.loop = Loop(run, first_rollout=preheated, check=check, metrics=self.metrics, between=self._evaluate_if_due)
         self._evaluated_at = -1
 
     def go(self, resume: bool) -> dict[str, Any]:
@@ -97,6 +96,7 @@ class Stages:
             return 0, 0
         state, meta = run.checkpoints.restore(newest, run.learner.programs.abstract_state())
         run.learner.load(state, meta["version"])
+        run.started -= meta["time_s"]
         self.display.note(f"resumed at version {meta['version']} from checkpoint {newest}")
         return meta["position"], meta["updates"]
 
@@ -138,15 +138,9 @@ class Stages:
         model = self.run.learner.programs.config
         if other.model(model.vocab_size) != model:
             raise ValueError(f"--init-from {folder} has another model: {other.model(model.vocab_size)}, not {model}")
-        from sao_jax.runtime.run import make_learner
-
-        with Checkpoints(folder / "checkpoints") as checkpoints:
-            newest = checkpoints.newest()
-            if newest is None:
-                raise ValueError(f"--init-from {folder} has no complete checkpoint")
-            learner = make_learner(other, self.run.family, self.run.context, self.run.mesh)
-            state, _ = checkpoints.restore(newest, learner.programs.abstract_state())
-        return jax.device_put(state["policy"], jax.NamedSharding(self.run.mesh, jax.P()))
+        learner = make_learner(other, self.run.family, self.run.context, self.run.mesh)
+        policy, _ = restored_policy(other, folder, learner)
+        return jax.device_put(policy, jax.NamedSharding(self.run.mesh, jax.P()))
 
     def _preheat(self, position: int) -> int:
         """Collects, or reads, trajectories of the starting policy and fits the critic; returns the event's position."""
@@ -217,9 +211,8 @@ class Stages:
             f"sampler: {', '.join(sampler)}; learner: {', '.join(learner)}"
         )
 
-    def _check_in_loop(self) -> None:
-        self.check()
-        every, version = self.config.eval_every, self.run.learner.version
+    def _evaluate_if_due(self, version: int) -> None:
+        every = self.config.eval_every
         if every and version and version % every == 0 and version != self._evaluated_at and not self.loop.finishing:
             self._evaluate("held-out", version)
 
@@ -269,7 +262,7 @@ class Stages:
 
     def _final(self) -> dict[str, Any]:
         run = self.run
-        self._evaluated_at = -1
+        self.loop.publish()
         self.display.stage("evaluation", 1, "")
         sampled = self._evaluate("after RL", run.learner.version)
         greedy = self._evaluate("after RL", run.learner.version, greedy=True)

@@ -50,7 +50,7 @@ def test_registering_twice_is_refused(monkeypatch):
     ("spec", "message"),
     [
         ("calculater", "unknown task 'calculater'; allowed: arithmetic, calculator"),
-        ("calculator:levle=2", "no option 'levle'; allowed: level, max_number, noise, skip"),
+        ("calculator:levle=2", "no option 'levle'; allowed: level, max_number, noise, skip, habit"),
         ("calculator:level", "'level' is not of the form option=value"),
         ("calculator:level=1,level=2", "given twice"),
         ("calculator:level=9", "level is 9"),

@@ -31,11 +31,9 @@ def burst(params, cache, tokens_NxB, past):
     hidden = []
     for i in range(steps):
         cos, sin = (t[:, None] for t in rotary_angles(past + i, CONFIG.head_dim, CONFIG.rope_theta))
-        h, window = decoding.decode_step(
-            model, window, tokens_NxB[i], cos, sin, past, jnp.array(i), attended=attended
-        )
+        h, window = decoding.decode_step(model, window, tokens_NxB[i], cos, sin, past, i, steps=steps)
         hidden.append(h)
-    return jnp.stack(hidden), decoding.close_window(cache, window, past, attended=attended)
+    return jnp.stack(hidden), decoding.close_window(cache, window, past, steps=steps)
 
 
 @jax.jit

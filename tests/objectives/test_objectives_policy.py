@@ -210,30 +210,34 @@ def test_impossible_tokens_contribute_exactly_nothing():
     assert gradient.tolist() == [-1.0, 0.0, 0.0]
 
 
+@functools.partial(jax.jit, static_argnames="outside")
+def weighted_with_gradient(logp, rollout, advantages, mask, *, outside):
+    def loss(logp):
+        w = obj.importance_weights(logp, rollout, low=0.1, high=10.0, outside=outside, advantages=advantages)
+        return obj.policy_loss(logp, w, advantages, mask)
+
+    (total, count), gradient = jax.value_and_grad(loss, has_aux=True)(logp)
+    return total, count, gradient
+
+
 @pytest.mark.parametrize("outside", ["mask", "clip", "mask_sign"])
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("place", ["logp", "rollout", "masked"])
 def test_non_finite_tokens_change_nothing_else(outside, bad, place):
     logp, rollout = np.array([-1.0, -0.5, -2.0, -1.0]), np.array([-1.2, -0.6, -1.0, -1.0])
     advantages, mask = np.array([1.0, -1.0, 2.0, 3.0]), np.array([1, 1, 1, 0], bool)
-    where = 3 if place == "masked" else 2
-    clean = mask & (np.arange(4) != where)
-
-    def loss(logp, rollout, advantages, mask):
-        w = fast.importance_weights(logp, rollout, low=0.1, high=10.0, outside=outside, advantages=advantages)
-        return fast.policy_loss(logp, w, advantages, mask)
-
-    expected, _, g_expected = loss_and_grad(loss, logp, rollout, advantages, clean)
-    if place in ("logp", "masked"):
-        logp = np.where(np.arange(4) == where, bad, logp)
-    if place in ("rollout", "masked"):
-        rollout = np.where(np.arange(4) == where, bad, rollout)
-    if place == "masked":
-        advantages = np.where(np.arange(4) == where, bad, advantages)
-    total, count, gradient = loss_and_grad(loss, logp, rollout, advantages, mask)
+    here = np.arange(4) == (3 if place == "masked" else 2)
+    expected, _, slope = weighted_with_gradient(logp, rollout, advantages, mask & ~here, outside=outside)
+    spoil = lambda x: np.where(here, bad, x)  # noqa: E731
+    logp, rollout, advantages = {
+        "logp": (spoil(logp), rollout, advantages),
+        "rollout": (logp, spoil(rollout), advantages),
+        "masked": (spoil(logp), spoil(rollout), spoil(advantages)),
+    }[place]
+    total, count, gradient = weighted_with_gradient(logp, rollout, advantages, mask, outside=outside)
     assert total == expected
-    assert gradient.tolist() == g_expected.tolist()
-    assert gradient[where] == 0
+    assert gradient.tolist() == slope.tolist()
+    assert gradient[here] == 0
     assert count == 3
 
 
@@ -279,6 +283,16 @@ def test_masked_tokens_leave_loss_and_gradient_of_the_clipped_ratio(hidden):
     )
     close(total / count, -0.1)
     close(gradient / count, [0.0, 0.5, 0.0])
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_non_finite_action_tokens_leave_the_clipped_ratio(bad):
+    for logp, old in (([-1.0, -0.5, bad], [-1.2, -0.5, -1.0]), ([-1.0, -0.5, -1.0], [-1.2, -0.5, bad])):
+        total, count, gradient = clipped_with_gradient(*map(np.array, (logp, old, [1.0, -1.0, 5.0], [1, 1, 1])))
+        close(total, -np.exp(0.2) + 1.0)
+        close(gradient, [-np.exp(0.2), 1.0, 0.0])
+        assert gradient[2] == 0
+        assert count == 3
 
 
 def test_dual_clip_is_for_negative_advantages_only():

@@ -56,8 +56,11 @@ def test_lines_written_again_after_a_resume_count_once(tmp_path):
     old = [held_out(0.1, rollouts=0), rl(10), rl(20, old=1), held_out(0.5, rollouts=20), rl(30, old=1)]
     new = [rl(20), held_out(0.6, rollouts=20), rl(30)]
     run = read_run(write(tmp_path, old + new))
-    assert [line["rollouts"] for line in run.metrics] == [0, 10, 20, 20, 30]
+    assert [line["rollouts"] for line in run.metrics if line["stage"] == "rl"] == [10, 20, 30]
     assert not any("old" in line for line in run.metrics)
+    success = run_figure(run.metrics, {}).axes[0]
+    (drawn,) = [bars[0].get_xydata().tolist() for bars in success.containers]
+    assert drawn == [[0, 0.1], [20, 0.6]]
     assert summarise(tmp_path)["held_out"]["after"]["sampled"]["success"] == 0.6
 
 
@@ -147,6 +150,20 @@ def test_summary_by_hand(tmp_path):
     assert found["unreadable_lines"] == 0
 
 
+def test_the_evaluation_that_ended_a_run_is_not_told_twice(tmp_path):
+    last = {"rollouts": 30, "version": 3, "eval/n": 64, "eval/low": 0.4, "eval/high": 0.6}
+    write(tmp_path, [rl(30), held_out(0.5, **last), held_out(0.75, **last, **{"eval/greedy": True})])
+    record = {"success": 0.5, "low": 0.4, "high": 0.6, "n": 64, "greedy_success": 0.75, "version": 3, "rollouts": 320}
+    (tmp_path / "evaluation.json").write_text(json.dumps(record))
+    assert list(summarise(tmp_path)["held_out"]) == ["after"]
+    (tmp_path / "evaluation.json").write_text(json.dumps(record | {"greedy_success": 0.25}))
+    found = summarise(tmp_path)["held_out"]["evaluation"]
+    assert list(found) == ["greedy"]
+    assert found["greedy"]["success"] == 0.25
+    # Wilson for 16 of 64: (.28001 - .11025) / 1.06002.
+    assert found["greedy"]["low"] == pytest.approx(0.160149, abs=1e-6)
+
+
 def test_summary_of_an_empty_run_is_json_and_renders(tmp_path):
     write(tmp_path, [])
     found = json.loads(json.dumps(summarise(tmp_path), allow_nan=False))
@@ -222,6 +239,12 @@ def test_any_key_may_be_missing_null_or_not_finite(data):
         kept = {k: v for k, v in line.items() if fate.get(k, "keep") == "keep"}
         lines.append(kept | {k: v for k, v in fate.items() if k in line and v not in ("keep", "drop")})
     run_figure(lines, {"kl_target": fate.get("actor/ppo_kl")})
+
+
+def test_warm_start_steps_counted_down_are_shown_counted_up():
+    lines = [{"stage": "warm_start", "step": step, "warm_start/loss": 1.0} for step in (-20, -10, 0)]
+    (axes,) = run_figure(lines, {"warm_start_steps": 30}).axes
+    assert axes.lines[0].get_xdata().tolist() == [10, 20, 30]
 
 
 def test_a_key_that_went_missing_is_left_out(tmp_path):

@@ -13,7 +13,7 @@ from sao_jax.rollout.engine import Engine, Request
 from sao_jax.runtime.devices import data_mesh
 
 CONFIG = ModelConfig(vocab_size=11, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24)
-STOP = 3
+STOP = 6
 ATOL = 1e-4
 
 
@@ -25,7 +25,7 @@ def make_engine(params, seed=0, context=60, **options):
 @pytest.fixture(scope="module")
 def params():
     # Larger weights than at initialisation, so that distributions are far from uniform.
-    return jax.tree.map(lambda x: 2 * x, init_params(CONFIG, jax.random.key(0)))
+    return jax.tree.map(lambda x: 1.5 * x, init_params(CONFIG, jax.random.key(0)))
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def _keep(params):
 
 @pytest.fixture(scope="module")
 def _recompute(params):
-    return make_engine(params, context=32, kv_after_swap="recompute")
+    return make_engine(params, context=32, kv_after_swap="recompute", seed=1)
 
 
 def _reset(engine, params):
@@ -124,9 +124,7 @@ def assert_matches_trainer(params, sequence, temperature):
 def requests(lengths, temperatures=(1.0,), max_new=9, attempt=0):
     rng = np.random.default_rng(5)
     prompts = [rng.integers(0, 11, n) for n in lengths]
-    return [
-        Request(r, attempt, p, max_new, temperatures[r % len(temperatures)]) for r, p in enumerate(prompts)
-    ]
+    return [Request(r, attempt, p, max_new, temperatures[r % len(temperatures)]) for r, p in enumerate(prompts)]
 
 
 OBSERVATIONS = ([5, 1, 7], [2], [4, 4, 4, 4, 9])
@@ -148,7 +146,7 @@ def test_greedy_rows_take_the_best_token(engine, params):
 
 
 def test_a_row_is_the_same_bits_whatever_its_mates_slot_device_and_order(engine):
-    batch = requests([6, 1, 15, 30, 3, 9, 20, 2], (1.0, 0.5, 2.0), max_new=8)
+    batch = requests([6, 1, 15, 26, 3, 9, 20, 2], (1.0, 0.5, 2.0), max_new=8)
     together = play(engine, batch, OBSERVATIONS, max_new=5)
     backwards = play(engine, batch[::-1], OBSERVATIONS, max_new=5)
     for request in batch:
@@ -202,13 +200,13 @@ def test_two_outstanding_bursts_give_the_same_tokens(engine):
     assert not engine.dispatch()
 
 
-def test_samples_of_a_group_attempts_and_seeds_differ(params, engine):
+def test_samples_of_a_group_attempts_and_seeds_differ(engine, recompute_engine):
     def texts(engine, attempt=0):
         group = [Request(r, attempt, [1, 2], 12, 2.0) for r in range(4)]
         return [tuple(s.tokens) for s in play(engine, group).values()]
 
     first = texts(engine)
-    assert len({*first, *texts(engine, attempt=1), *texts(make_engine(params, seed=1, context=32))}) == 12
+    assert len({*first, *texts(engine, attempt=1), *texts(recompute_engine)}) == 12
     assert first == texts(engine)
 
 
@@ -253,20 +251,21 @@ def test_long_prompts_are_split_and_may_need_several_calls(params, engine):
 
 
 def test_versions_are_recorded_per_token_and_kept_cache_is_mixed(engine, params, other_params):
-    engine.submit(Request(0, 0, [1, 2, 5, 6], 40, 0.0))
-    sequence = Sequence([1, 2, 5, 6])
+    sequences = {r: Sequence([1, 2, 5]) for r in range(8)}
+    for r in sequences:
+        engine.submit(Request(r, 0, [1, 2, 5], 8))
     engine.dispatch()
     engine.publish(other_params, 7)  # takes effect at the next dispatch
     for _ in range(2):
         for piece in engine.collect():
-            sequence.add(piece)
+            sequences[piece.rollout].add(piece)
         engine.dispatch()
-    versions = [sequence.version[i] for i in sorted(sequence.version)]
-    assert versions == [0] * 4 + [7] * 4
+    sequence = max(sequences.values(), key=lambda s: len(s.tokens))
+    assert [sequence.version[i] for i in range(3, 11)] == [0] * 4 + [7] * 4
     want = reference_logp(params, sequence.tokens, 1.0)
-    np.testing.assert_allclose([sequence.logp[i] for i in range(4, 8)], want[4:8], atol=ATOL)
+    np.testing.assert_allclose([sequence.logp[i] for i in range(3, 7)], want[3:7], atol=ATOL)
     fresh = reference_logp(other_params, sequence.tokens, 1.0)
-    assert max(abs(sequence.logp[i] - fresh[i]) for i in range(8, 12)) > 1e-3
+    assert max(abs(sequence.logp[i] - fresh[i]) for i in range(7, 11)) > 1e-3
 
 
 def test_recomputed_cache_gives_the_new_weights_logp(recompute_engine, params, other_params):
@@ -340,11 +339,9 @@ def test_a_truncated_row_continues_from_the_kept_tokens(engine, params):
 
 
 def test_a_recorded_schedule_can_be_driven_again(engine):
-    batch = requests([6, 1, 15, 30], max_new=8)
+    batch = requests([6, 1, 15, 26], max_new=8)
     schedules = []
-    want = play(
-        engine, batch, OBSERVATIONS, 5, lambda: schedules.append(json.loads(json.dumps(engine.last_schedule)))
-    )
+    want = play(engine, batch, OBSERVATIONS, 5, lambda: schedules.append(json.loads(json.dumps(engine.last_schedule))))
     schedules = schedules[1:]
     got = {}
     for schedule in schedules:

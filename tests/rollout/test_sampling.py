@@ -10,9 +10,9 @@ from sao_jax.rollout.sampling import check_temperature, cut_at_stop, sample_toke
 sample = jax.jit(sample_tokens)
 
 
-def _uniforms(seed=7, rollout=0, attempt=0, index=np.arange(16)):
+def _uniforms(seed=7, rollout=0, attempt=0, index=range(16)):
     return np.asarray(
-        token_uniforms(jax.random.key(seed), np.array([rollout]), np.array([attempt]), np.asarray(index)[None])
+        token_uniforms(jax.random.key(seed), np.array([rollout]), np.array([attempt]), np.array(index)[None])
     )[0]
 
 
