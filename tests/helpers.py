@@ -113,15 +113,17 @@ def random_trajectory(
     return builder.build(end)
 
 
-def random_rows(seed: int, count: int, *, length: int = LENGTH, **options) -> list[dict[str, np.ndarray]]:
+def random_rows(
+    seed: int, count: int, *, length: int = LENGTH, steps_per_segment: int = 1, **options
+) -> list[dict[str, np.ndarray]]:
     """Rows of unequal lengths and masks."""
     rng = np.random.default_rng(seed)
     rows = []
     for _ in range(count):
         actions = rng.integers(1, 4, rng.integers(1, 3))
         t = random_trajectory(rng, actions=actions, end=rng.choice(["terminated", "truncated"]), **options)
-        advantage = float(rng.normal())
-        rows.append(make_row(t, length=length, steps_per_segment=1, lambda_=rng.uniform(0.3, 1.0), advantage=advantage))
+        numbers = dict(lambda_=rng.uniform(0.3, 1.0), advantage=float(rng.normal()))
+        rows.append(make_row(t, length=length, steps_per_segment=steps_per_segment, **numbers))
     return rows
 
 
@@ -129,9 +131,9 @@ def random_rows(seed: int, count: int, *, length: int = LENGTH, **options) -> li
 
 
 class Tiny(TaskFamily):
-    """Episodes of a few characters: `ab?` asks for anything that ends in `;`, `turns` times, `-` answers each but the last.
+    """Episodes of a few characters: `ab?` asks `turns` times for anything that ends in `;`.
 
-    The reward is 1 for an attempt whose first action holds an `a`.
+    All actions but the last are answered by `-`. An attempt whose first action holds an `a` has reward 1.
 
     Args:
       turns: actions of an attempt.
@@ -267,9 +269,7 @@ def make_learner(choices, *, devices=1, micro_rows=2, batch=8, length=LENGTH, se
     """A learner of the tiny model; distributions are far from uniform, and the critic's trunk has a gradient."""
     policy = jax.tree.map(lambda x: 2 * x, init_params(MODEL, jax.random.key(seed)))
     layout = Layout.fit(batch, length, devices, micro_rows=micro_rows)
-    learner = Learner(
-        MODEL, choices, Numbers(**numbers), layout, data_mesh(devices), policy, shard_params=shard_params
-    )
+    learner = Learner(MODEL, choices, Numbers(**numbers), layout, data_mesh(devices), policy, shard_params=shard_params)
     if choices.has_critic:
         head = learner.state["critic"]["head"]
         w = 0.3 * np.random.default_rng(seed).normal(size=head["w"].shape)

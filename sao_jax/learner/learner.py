@@ -139,7 +139,7 @@ class Learner:
     def update(self) -> dict[str, jax.Array]:
         """Ends the batch, full or not. Returns metric sums still on the device.
 
-        With `critic_only` set the policy keeps its weights and the version does not move.
+        With `critic_only` set the policy keeps its weights, the version does not move, and the critic steps once.
         """
         if self.empty:
             raise RuntimeError("an update needs at least one trajectory")
@@ -150,7 +150,7 @@ class Learner:
         metrics = {}
         if self.choices.has_critic and (self.choices.critic_update == "batch" or self.critic_only):
             metrics["critic_grad_norm"] = self._step_critic()
-            for _ in range(self.choices.critic_passes - 1):
+            for _ in range(0 if self.critic_only else self.choices.critic_passes - 1):
                 self._call_windows("again", 0, self._filled)
                 self._step_critic()
         if self.critic_only:
@@ -179,7 +179,7 @@ class Learner:
         for start in range(0, len(rows), self.layout.batch):
             for row in rows[start : start + self.layout.batch]:
                 self._place(row)
-            self._call_windows("score", 0, self._filled)
+            self._call_windows("critic", 0, self._filled)  # its gradients go with the totals
             self._filled = self._pending = 0
         self._totals, sums = self.programs.clear(self._totals)
         return sums

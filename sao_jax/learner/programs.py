@@ -35,7 +35,6 @@ MODES = {
     "critic": (True, False, True),  # the policy waits for the boundary, or is not trained at all
     "policy": (False, True, False),  # at the boundary, from stored advantages
     "again": (False, False, True),  # a further pass of the critic over stored targets
-    "score": (True, False, False),  # metrics only
 }
 SCALAR_FIELDS = ("length", "truncated", "lambda_", "advantage", "temperature")
 
@@ -230,6 +229,7 @@ class Programs:
                     total, sums = win.policy_terms(choices, numbers, scalars["kl_coef"], seen, logp, entropy)
                 if with_critic and choices.has_critic:
                     total += win.critic_loss(choices, numbers, seen, outputs)
+                    sums["critic_count"] = seen["action_mask"].sum().astype(jnp.float32)
                 if scored and choices.has_critic:
                     sums = sums | win.critic_sums(seen)
                 return total, (sums, fresh)
@@ -262,12 +262,16 @@ class Programs:
         """(critic, critic_opt, totals, numbers) -> critic, critic_opt, totals without that gradient, its norm."""
 
         def step_critic(critic, opt, totals, numbers):
-            count = totals["sums"]["value_count"].sum()
+            count = totals["sums"]["critic_count"].sum()
             gradient = divide(sharding.reduce(totals["critic"], self.specs["critic"]), count)
             critic, opt, norm = optimizer_step(
                 critic, opt, gradient, numbers, prefix="critic_", frozen=self.frozen if frozen else None
             )
-            return critic, opt, totals | {"critic": jax.tree.map(jnp.zeros_like, totals["critic"])}, norm
+            cleared = {
+                "critic": jax.tree.map(jnp.zeros_like, totals["critic"]),
+                "sums": totals["sums"] | {"critic_count": jnp.zeros_like(totals["sums"]["critic_count"])},
+            }
+            return critic, opt, totals | cleared, norm
 
         out = (self.shardings["critic"], self.shardings["critic_opt"], self._totals_shardings, None)
         return jax.jit(step_critic, donate_argnums=(0, 1, 2), out_shardings=out)

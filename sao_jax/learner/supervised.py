@@ -1,6 +1,7 @@
 """Warm start: maximum likelihood on demonstrations, action tokens only."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,10 @@ def init(params: dict) -> dict:
     return {"params": params, "opt": adam(0.9, 0.999, 1e-8).init(params)}
 
 
-def cosine(step, total, peak, warmup: int = 20):
+def cosine(step: int, total: int, peak: float, warmup: int = 20) -> float:
     """Learning rate at 0-based `step`: linear warm-up to `peak`, then half a cosine to a tenth of it."""
-    ramp = jnp.minimum(1.0, (step + 1) / warmup)
-    return peak * ramp * (0.55 + 0.45 * jnp.cos(jnp.pi * jnp.minimum(1.0, step / jnp.maximum(total, 1))))
+    ramp = min(1.0, (step + 1) / warmup)
+    return peak * ramp * (0.55 + 0.45 * math.cos(math.pi * min(1.0, step / max(total, 1))))
 
 
 @functools.cache

@@ -24,7 +24,7 @@ POLICY_SUMS = (
 CRITIC_SUMS = (
     "value_count", "vf_loss", "returns", "returns_sq", "error", "error_sq", "advantage", "advantage_sq"
 )  # fmt: skip
-OTHER_SUMS = ("windows", "skipped")
+OTHER_SUMS = ("windows", "skipped", "critic_count")  # the last: tokens in the critic's gradient sum
 SUMS = POLICY_SUMS + CRITIC_SUMS + OTHER_SUMS
 MAXIMA = ("ratio_max",)
 

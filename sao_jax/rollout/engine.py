@@ -94,11 +94,8 @@ class _Layout:
 
 
 def attended_lengths(context: int) -> tuple[int, ...]:
-    """Lengths for which a program exists: steps of 32 up to 256, then a quarter more each time."""
-    lengths = [32]
-    while lengths[-1] < context:
-        lengths.append(lengths[-1] + max(32, lengths[-1] // 8 // 32 * 32))
-    return tuple(lengths)
+    """Lengths for which a program exists: the quarters of the context, rounded up to multiples of 32."""
+    return tuple(sorted({-(-context * quarter // 128) * 32 for quarter in (1, 2, 3, 4)}))
 
 
 def _sample_burst(config, layout, burst, attended, params, cache, state, plan, seed, stop):

@@ -5,11 +5,13 @@ distribution in the sampler and the full one in the trainer differ by the log of
 Nothing is banned either, for the same reason.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 _BLOCK = 32
 
@@ -22,26 +24,31 @@ def check_temperature(temperature: float) -> float:
 
 
 def token_uniforms(seed_key: jax.Array, rollout_B, attempt_B, index_BxN) -> jax.Array:
-    """Uniform numbers in [0, 1), [B, N]: a function of (run seed, rollout, attempt, index of the token in its sequence).
+    """Uniform numbers in [0, 1), float32 [B, N]: a function of run seed, rollout, attempt and index of the token.
 
     The slot, the device and the order of calls play no part, so a rollout can be sampled again from the record.
     """
+    shape = index_BxN.shape
+    parts = jnp.stack([jnp.broadcast_to(x, shape) for x in (rollout_B[:, None], attempt_B[:, None], index_BxN)])
 
-    def one(rollout, attempt, index_N):
-        key = jax.random.fold_in(jax.random.fold_in(seed_key, rollout), attempt)
-        return jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(key, i)))(index_N)
+    def fold(keys, part):
+        return jax.vmap(jax.vmap(jax.random.fold_in))(keys, part), None
 
-    return jax.vmap(one)(rollout_B, attempt_B, index_BxN)
+    # A loop, because the hash is what takes longest to compile. The key it ends with is as random as bits drawn from it.
+    keys, _ = jax.lax.scan(fold, jnp.broadcast_to(seed_key, shape), parts)
+    bits = jax.random.key_data(keys)[..., 0] >> 9
+    return jax.lax.bitcast_convert_type(bits | 0x3F800000, jnp.float32) - 1.0
 
 
 def _cumulative(p_BxV: jax.Array) -> jax.Array:
     """Running sum along the last axis, as two small triangular products (faster on CPU than a scan)."""
     B, V = p_BxV.shape
     blocks = jnp.pad(p_BxV, ((0, 0), (0, -V % _BLOCK))).reshape(B, -1, _BLOCK)
-    within = blocks @ jnp.triu(jnp.ones((_BLOCK, _BLOCK), p_BxV.dtype))
-    N = blocks.shape[1]
-    before = within[..., -1] @ jnp.triu(jnp.ones((N, N), p_BxV.dtype), 1)
-    return (within + before[..., None]).reshape(B, -1)[:, :V]
+    dot = functools.partial(jnp.matmul, precision="highest")
+    within = dot(blocks, np.triu(np.ones((_BLOCK, _BLOCK), np.float32)))
+    if (N := blocks.shape[1]) > 1:
+        within += dot(within[..., -1], np.triu(np.ones((N, N), np.float32), 1))[..., None]
+    return within.reshape(B, -1)[:, :V]
 
 
 def sample_tokens(logits_BxV, uniform_B, temperature_B) -> tuple[jax.Array, jax.Array]:
@@ -54,20 +61,19 @@ def sample_tokens(logits_BxV, uniform_B, temperature_B) -> tuple[jax.Array, jax.
     logits = logits_BxV.astype(jnp.float32)
     V = logits.shape[-1]
     ids = jnp.arange(V)
-    greedy = temperature_B == 0
+    greedy = (temperature_B == 0)[:, None]
     # The maximum is taken off before the division: a tiny temperature then gives 0 and -inf, never inf - inf.
     shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
-    z = shifted / jnp.where(greedy, 1.0, temperature_B)[:, None]
+    z = shifted / jnp.where(greedy, 1.0, temperature_B[:, None])
     p = jnp.exp(z)
-    cumulative = _cumulative(p)
-    possible = p > 0
-    threshold = (uniform_B * cumulative[:, -1])[:, None]
+    weight = jnp.where(greedy, shifted == 0, p)
+    cumulative = _cumulative(weight)
+    possible = weight > 0
+    threshold = jnp.where(greedy, 0.0, uniform_B[:, None]) * cumulative[:, -1:]
     first = jnp.min(jnp.where(possible & (cumulative > threshold), ids, V), axis=-1)
-    last = jnp.max(jnp.where(possible, ids, 0), axis=-1)
-    best = jnp.min(jnp.where(shifted == 0, ids, V - 1), axis=-1)
-    # `last` is for a threshold that rounding has put on the total itself.
-    token = jnp.where(greedy, best, jnp.minimum(first, last))
-    chosen = jnp.sum(jnp.where(ids == token[:, None], z, 0.0), axis=-1)
+    last = jnp.max(jnp.where(possible, ids, 0), axis=-1)  # for a threshold that rounding has put on the total itself
+    token = jnp.minimum(first, last)
+    chosen = jnp.take_along_axis(z, token[:, None], axis=-1)[:, 0]
     return token, chosen - jnp.log(jnp.sum(p, axis=-1))
 
 

@@ -41,9 +41,9 @@ def fit_critic(
             for index in order[start : start + batch]:
                 learner.put(train[index])
             sums = learner.update()
-            losses.append(sums["vf_loss"] / sums["value_count"])
+            losses.append((sums["vf_loss"], sums["value_count"]))
         history.append(_score(learner, held_out))
-        report(epoch + 1, history[-1], float(np.mean([float(loss) for loss in losses])))
+        report(epoch + 1, history[-1], float(np.mean([float(loss) / float(count) for loss, count in losses])))
         if held_out and epoch and not history[-1] > max(history[:-1]) + MIN_GAIN:
             break
     learner.critic_only = was

@@ -206,6 +206,8 @@ class Stages:
         learner = run.learner.warm_up(blank, preheat=self._preheats or bool(self.config.num_critic_only_steps))
         self.metrics.mark_compiled()
         self.display.advance(1)
+        line = {"stage": "compile", "time_s": run.seconds(), "programs": run.compiles.count - before}
+        run.log.write(run.learner.version, line)
         self.display.note(
             f"compiled {run.compiles.count - before} programs in {time.monotonic() - start:.0f} s; "
             f"sampler: {', '.join(sampler)}; learner: {', '.join(learner)}"

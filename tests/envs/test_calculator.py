@@ -175,7 +175,7 @@ def test_splits_are_disjoint_and_instances_deterministic():
     train = [family.instance("train", i).problem for i in range(5000)]
     test = [family.instance("test", i).problem for i in range(5000)]
     assert not set(train) & set(test)
-    assert len(set(train)) > 4000
+    assert len(set(train)) > 3500
     assert train[:100] == [again.instance("train", i).problem for i in range(100)]
 
 

@@ -17,11 +17,14 @@ TOKENS = np.array([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
 
 @pytest.fixture(scope="module")
 def policy():
-    return init_params(TINY, jax.random.key(0))
+    return jax.jit(lambda key: init_params(TINY, key))(jax.random.key(0))
 
 
 def norm(tree):
     return float(jnp.sqrt(sum((x**2).sum() for x in jax.tree.leaves(tree))))
+
+
+outputs_of = jax.jit(critic_outputs, static_argnums=0)
 
 
 @jax.jit
@@ -30,7 +33,7 @@ def loss_gradient(params):
 
 
 def test_initial_values_are_exactly_zero(policy):
-    outputs = critic_outputs(TINY, init_critic(TINY, policy), TOKENS)
+    outputs = outputs_of(TINY, init_critic(TINY, policy), TOKENS)
     assert outputs.dtype == jnp.float32
     np.testing.assert_array_equal(outputs, np.zeros((2, 5)))
 
@@ -61,16 +64,16 @@ def test_head_stays_float32_on_a_bfloat16_trunk(policy):
     params = init_critic(config, policy)
     # 1 + 2^-10 is not a bfloat16 number: the bias survives only in float32.
     params["head"]["b"] = jnp.full((1,), 1 + 2**-10)
-    np.testing.assert_array_equal(critic_outputs(config, params, TOKENS), np.full((2, 5), 1 + 2**-10, np.float32))
+    np.testing.assert_array_equal(outputs_of(config, params, TOKENS), np.full((2, 5), 1 + 2**-10, np.float32))
 
 
 def test_output_is_the_value_of_the_prefix_that_ends_there(policy):
     params = init_critic(TINY, policy)
     params["head"]["w"] = jnp.ones_like(params["head"]["w"])
-    before = np.asarray(critic_outputs(TINY, params, TOKENS))
+    before = np.asarray(outputs_of(TINY, params, TOKENS))
     changed = TOKENS.copy()
     changed[:, 3] = [0, 1]
-    after = np.asarray(critic_outputs(TINY, params, changed))
+    after = np.asarray(outputs_of(TINY, params, changed))
     np.testing.assert_array_equal(before[:, :3], after[:, :3])
     assert (np.abs(before[:, 3:] - after[:, 3:]) > 0).all()
 
