@@ -252,6 +252,11 @@ class Record:
         return batches
 
     @property
+    def trained(self) -> list[int]:
+        """Rollouts in the order in which they were trained, those of an unfinished batch left out."""
+        return [rollout for batch in self.updates for rollout in batch]
+
+    @property
     def staleness(self) -> list[int]:
         """Version at training minus oldest version, per trained RL rollout, in order of training."""
         versions = [payload["version"] for payload in self.of_kind("update")]

@@ -70,15 +70,16 @@ class Calculator(TaskFamily):
         Numbers are copied exactly all the same. 0 and `skip` 0 give an expert that solves everything.
       skip: share of demonstrations that answer with what is known before the last call.
       habit: share of the mistakes that are the expression's own, always the same one; the others are drawn anew.
-        With 0 the right plan stays the likeliest one, so greedy decoding after imitation does far better than
-        sampling. Towards 1 a wrong plan is as likely, and learning can get stuck in it.
+        With 1 imitation learns the mistake as the likeliest plan, and greedy decoding does no better than sampling:
+        what lifts success afterwards is learning from reward. With 0 the right plan stays the likeliest one, and
+        greedy decoding solves nearly everything before any reward was seen.
     """
 
     name = "calculator"
     stop = ">]"
     tokenizer = CharTokenizer(ALPHABET)
 
-    def __init__(self, level: int = 2, max_number: int = 9, noise: float = 0.5, skip: float = 0.2, habit: float = 0.0):
+    def __init__(self, level: int = 2, max_number: int = 9, noise: float = 0.55, skip: float = 0.2, habit: float = 1.0):
         if level not in LEVELS:
             raise ValueError(f"level is {level}; allowed: {', '.join(map(str, LEVELS))}")
         if not 9 <= max_number <= 99:

@@ -39,6 +39,7 @@ class Learner:
         if layout.devices != mesh.size:
             raise ValueError(f"the layout is for {layout.devices} devices, the mesh has {mesh.size}")
         self.programs = Programs(config, choices, layout, mesh, shard_params)
+        _ = self.programs.frozen  # a pattern that matches nothing is an error now, not after minutes of compiling
         self.choices, self.layout, self.mesh = choices, layout, mesh
         self._replicated = jax.NamedSharding(mesh, jax.P())
         self._by_device = jax.NamedSharding(mesh, jax.P("data"))

@@ -1,14 +1,16 @@
 """Incremental forward passes of the decoder: a key/value cache, chunk prefill, and bursts of decode steps.
 
-Everything here is a pure function of (model, cache, tokens). A burst of decode steps works on a *window*: one column per
-step of the burst, followed by the attended part of the cache. Every row writes step i to column i, so the loop needs no
-scatter; `close_window` copies the new columns into the cache, at each row's own position, once per burst. New columns
-come first, so that what a row sees stays at the same columns whatever the attended length, which its mates decide;
-columns it does not see have weight exactly 0.
+Everything here is a pure function of (model, cache, tokens). A burst of decode steps works on a *window*: one column
+per step of the burst, followed by the attended part of the cache. Every row writes step i to column i, so the loop
+needs no scatter; `close_window` copies the new columns into the cache, at each row's own position, once per burst. New
+columns come first, so that what a row sees stays at the same columns whatever the attended length, which its mates
+decide; columns that it does not see have weight exactly 0.
 
 Shapes: B rows (slots) of the cache, P rows of a prefill call, K key/value heads, G query heads per key/value head,
 E head width, C capacity, S attended length, W columns of a window, N those of the burst, T tokens of a chunk, D width.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,7 @@ from sao_jax.models.decoder import Decoder, rotary_angles
 # One (keys [B, K, E, C], values [B, K, C, E]) per layer. Keys lie transposed: q @ keys is then a plain product.
 Cache = tuple[tuple[jax.Array, jax.Array], ...]
 
-_BLOCK = 288  # columns summed in one product
+_BLOCK = 288  # columns of a window in one product
 
 
 def init_cache(config: ModelConfig, rows: int, capacity: int) -> Cache:
@@ -53,14 +55,17 @@ def _attend(q_BxTxHxE, keys_BxKxExW, values_BxKxWxE, visible_BxTxW):
     B, T, H, E = q_BxTxHxE.shape
     K, W = keys_BxKxExW.shape[1], keys_BxKxExW.shape[3]
     q = q_BxTxHxE.reshape(B, T, K, H // K, E).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, E)
-    scores = jnp.einsum("bkte,bkew->bktw", q, keys_BxKxExW, preferred_element_type=jnp.float32) * E**-0.5
+    # Products over more columns would be split or summed by the library in ways that depend on W.
+    blocks = [slice(i, min(i + _BLOCK, W)) for i in range(0, W, _BLOCK)]
+    dot = functools.partial(jnp.einsum, "bkte,bkew->bktw", preferred_element_type=jnp.float32)
+    scores = jnp.concatenate([dot(q, keys_BxKxExW[..., block]) for block in blocks], axis=-1) * E**-0.5
     scores = jnp.where(jnp.tile(visible_BxTxW, (1, H // K, 1))[:, None], scores, -jnp.inf)
     weights = _exp(scores - jnp.max(scores, axis=-1, keepdims=True))
     out, total = 0.0, 0.0
-    for block in range(0, W, _BLOCK):  # longer sums would be split by the library, at points that depend on W
-        w = weights[..., block : block + _BLOCK]
+    for block in blocks:
+        w = weights[..., block]
         total += w @ jnp.ones((w.shape[-1], 1))
-        out += jnp.einsum("bktw,bkwe->bkte", w.astype(q.dtype), values_BxKxWxE[:, :, block : block + _BLOCK])
+        out += jnp.einsum("bktw,bkwe->bkte", w.astype(q.dtype), values_BxKxWxE[:, :, block])
     out = (out / total).astype(q.dtype).reshape(B, K, H // K, T, E)
     return out.transpose(0, 3, 1, 2, 4).reshape(B, T, H, E)
 
@@ -82,6 +87,11 @@ def _write(cache: Cache, new: Cache, slots_P: jax.Array, start_P: jax.Array) -> 
     return jax.lax.fori_loop(0, slots_P.shape[0], write_row, cache)
 
 
+def _columns(new: int) -> int:
+    """Columns set aside for new tokens: a multiple of 8, or the sums over the rest would depend on its length."""
+    return -(-new // 8) * 8
+
+
 def extend(model: Decoder, cache: Cache, slots_P, tokens_PxT, start_P, *, attended: int):
     """Feeds a chunk of T tokens a row, at positions start_P.., into the given slots of the cache.
 
@@ -94,9 +104,10 @@ def extend(model: Decoder, cache: Cache, slots_P, tokens_PxT, start_P, *, attend
     positions = start_P[:, None] + jnp.arange(T)
     cos, sin = rotary_angles(positions, c.head_dim, c.rope_theta)
     past = jnp.arange(attended) < start_P[:, None]
+    N = _columns(T)
     visible = jnp.concatenate(
         [
-            jnp.broadcast_to(jnp.tril(jnp.ones((T, T), bool)), (P, T, T)),
+            jnp.broadcast_to(jnp.tril(jnp.ones((T, N), bool)), (P, T, N)),
             jnp.broadcast_to(past[:, None], (P, T, attended)),
         ],
         axis=-1,
@@ -114,15 +125,11 @@ def extend(model: Decoder, cache: Cache, slots_P, tokens_PxT, start_P, *, attend
         v_past = rows_of(values, (c.num_kv_heads, attended, c.head_dim))
         # Whatever an earlier sequence left in the slot, 0 * NaN must not come of it.
         v_past = jnp.where(past[:, None, :, None], v_past, 0)
-        k_all, v_all = jnp.concatenate([k, k_past], axis=3), jnp.concatenate([v, v_past], axis=2)
-        x = x + block.attn.merge(_attend(q, k_all, v_all, visible))
+        k = jnp.concatenate([jnp.pad(k, ((0, 0), (0, 0), (0, 0), (0, N - T))), k_past], axis=3)
+        v = jnp.concatenate([jnp.pad(v, ((0, 0), (0, 0), (0, N - T), (0, 0))), v_past], axis=2)
+        x = x + block.attn.merge(_attend(q, k, v, visible))
         x = x + block.mlp(x)
     return model.final_norm(x), _write(cache, tuple(new), slots_P, start_P)
-
-
-def _columns(steps: int) -> int:
-    """Columns set aside for a burst: a multiple of 8, which keeps the rest of the window aligned."""
-    return -(-steps // 8) * 8
 
 
 def open_window(cache: Cache, past_B: jax.Array, *, attended: int, steps: int) -> Cache:

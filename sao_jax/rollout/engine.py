@@ -99,7 +99,7 @@ def attended_lengths(context: int) -> tuple[int, ...]:
 
 
 def _sample_burst(config, layout, burst, attended, params, cache, state, plan, seed, stop):
-    """The program of one device: see the module's docstring. Returns (cache, state, result int32 [B, 1 + 2 * burst])."""
+    """The program of one device, see above. Returns (cache, state, result int32 [B, 1 + 2 * burst])."""
     model = bind(config, params)
     plan = layout.fields(plan[0])
     change = plan["change"] > 0
@@ -405,7 +405,7 @@ class Engine:
         return self._slot_of[rollout]
 
     def _join(self, slot: int, at: int, feed_from: int, tokens: np.ndarray, max_new: int) -> None:
-        """Tokens go to positions at..; all but the newest are fed by the prefill, the newest by the first decode step."""
+        """Puts tokens at positions at..; prefill feeds all but the newest, the first decode step feeds that one."""
         end = at + tokens.size
         self._history[slot, at:end] = tokens
         self._position[slot], self._remaining[slot], self._changed[slot] = end - 1, max_new, True
@@ -414,7 +414,7 @@ class Engine:
         self._joins.append([int(self._rollout[slot]), int(self._attempt[slot]), at, int(tokens.size)])
 
     def _groups(self, device: int) -> dict[int, list[list[tuple[int, int, int]]]]:
-        """Per chunk length: groups of at most `rows` chunks (slot, start, end), in an order that respects each row's."""
+        """Per chunk length, groups of at most `rows` chunks (slot, start, end); a row's own chunks stay in order."""
         layout, (*_, longest) = self._layout, self._layout.buckets
         rounds, rest = collections.defaultdict(list), {T: [] for T in layout.buckets}
         for slot, (start, end) in sorted(self._chunks.items()):

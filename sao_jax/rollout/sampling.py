@@ -34,7 +34,7 @@ def token_uniforms(seed_key: jax.Array, rollout_B, attempt_B, index_BxN) -> jax.
     def fold(keys, part):
         return jax.vmap(jax.vmap(jax.random.fold_in))(keys, part), None
 
-    # A loop, because the hash is what takes longest to compile. The key it ends with is as random as bits drawn from it.
+    # A loop, because the hash is slow to compile. The key it ends with is as random as bits drawn from it.
     keys, _ = jax.lax.scan(fold, jnp.broadcast_to(seed_key, shape), parts)
     bits = jax.random.key_data(keys)[..., 0] >> 9
     return jax.lax.bitcast_convert_type(bits | 0x3F800000, jnp.float32) - 1.0

@@ -25,7 +25,7 @@ class Dropped:
     reason: str
 
 
-class DeadGroupsError(RuntimeError):
+class DeadGroupsError(ValueError):
     """Too many groups in a row had equal rewards."""
 
 

@@ -110,7 +110,7 @@ class RunConfig:
     """Comma-separated path patterns of critic parameters fixed during RL, or "none" (attention)."""
 
     # -- optimizers
-    lr: float = 1e-3
+    lr: float = 5e-4
     """Policy learning rate."""
     critic_lr: float | None = None
     """Critic learning rate (1.5 x --lr at this scale)."""
@@ -281,7 +281,7 @@ class RunConfig:
             critic_lambda=self.critic_lambda or 0.0,
             value_clip=self.value_clip or 0.2,
             kl_target=self.kl_target or 0.05,
-            kl_step=self.kl_step or 0.1,
+            kl_step=0.1 if self.kl_step is None else self.kl_step,
             lr=self.lr,
             critic_lr=self.critic_lr or 0.0,
             weight_decay=self.weight_decay,
@@ -298,7 +298,10 @@ class RunConfig:
 
     @classmethod
     def from_json(cls, text: str) -> "RunConfig":
-        values = json.loads(text)
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"config.json is damaged: {error}") from None
         known = {field.name for field in dataclasses.fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
@@ -354,23 +357,39 @@ def check_effects(config: RunConfig) -> None:
     loss = config.policy_loss or preset["policy_loss"]
     baseline = config.baseline or preset["baseline"]
     kl = config.kl or preset["kl"]
-    rules = [(name, baseline == "critic", "--baseline critic") for name in CRITIC_ONLY]
+    critic, grouped = baseline == "critic", baseline in GROUP_BASELINES
+    arrival = config.critic_update == "arrival"
+    preheat_rollouts = preset.get("preheat_rollouts") if config.preheat_rollouts is None else config.preheat_rollouts
+    preheats = bool(config.preheat_from) or preheat_rollouts != 0
+    warm_start = config.init_from is None and config.warm_start_steps > 0
+    rules = [
+        (name, critic, "--baseline critic") for name in (*CRITIC_ONLY, "gamma", "segment_steps", "limit_bootstrap")
+    ]
     rules += [
         ("outside", loss == "dis", "--policy-loss dis"),
         ("denominator", loss != "ppo", "--policy-loss dis or tis"),
         ("dual_clip", loss == "ppo", "--policy-loss ppo"),
-        ("drop_dead_groups", baseline in GROUP_BASELINES, "a group baseline (grpo, dr_grpo, rloo)"),
+        ("drop_dead_groups", grouped, "a group baseline (grpo, dr_grpo, rloo)"),
+        (
+            "max_dead_groups",
+            grouped and config.drop_dead_groups is not False,
+            "a group baseline that drops dead groups",
+        ),
+        # In the first pass the values still are the old ones.
+        ("value_clip", not arrival and config.critic_steps_per_actor != 1, "--critic-steps-per-actor of at least 2"),
         ("kl_target", kl != "off", "--kl smooth or penalty"),
         ("kl_step", kl == "penalty", "--kl penalty"),
         ("lambda_alpha", config.lambd is None, "no fixed --lambd"),
         ("preheat_rollouts", config.preheat_from is None, "fresh rollouts, not --preheat-from"),
+        ("preheat_epochs", preheats, "--preheat-rollouts or --preheat-from"),
+        ("warm_start_steps", config.init_from is None, "a warm start, not --init-from"),
+        *((name, warm_start, "a warm start") for name in ("warm_start_batch", "warm_start_lr", "demonstrations")),
     ]
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
     for name, holds, needs in rules:
-        if getattr(config, name) is not None and not holds:
+        if getattr(config, name) != defaults[name] and not holds:
             raise ValueError(f"{_flag(name)} has no effect here; it needs {needs}")
-    if config.limit_bootstrap and baseline != "critic":
-        raise ValueError("--limit-bootstrap has no effect here; it needs --baseline critic")
-    if config.critic_update == "arrival" and config.critic_steps_per_actor not in (None, 1):
+    if arrival and config.critic_steps_per_actor not in (None, 1):
         raise ValueError("--critic-steps-per-actor has no effect with --critic-update arrival: one step per arrival")
 
 

@@ -7,6 +7,9 @@ import pathlib
 def prepare_backend(num_devices: int | None = None) -> None:
     """Chooses the platform, and on CPU the number of virtual devices (default: one per usable core).
 
+    Compiled programs are kept in the user's cache folder (JAX_COMPILATION_CACHE_DIR names another), so that the next
+    start, a resume or a replay does not compile again.
+
     Without an NVIDIA device the CUDA plugin would print a traceback, so the CPU platform is chosen explicitly unless
     JAX_PLATFORMS is set. One virtual device per core is faster than one device with a pool of threads: each core then
     works on its own rows, and a reduction joins them once per update.
@@ -16,6 +19,10 @@ def prepare_backend(num_devices: int | None = None) -> None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     import jax
 
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(cache / "sao_jax" / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
     if os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
     if os.environ.get("JAX_PLATFORMS") == "cpu":

@@ -75,7 +75,7 @@ class Loop:
                 ended = self._taken + self.run.agents.collect()
                 self._taken = []
                 timer.switch("admit")
-                self._admit()
+                self._admit(len(ended))
                 timer.switch("dispatch")
                 live = self.run.agents.dispatch()
                 if live:
@@ -134,12 +134,13 @@ class Loop:
         waiting = self._collector.held + len(self._ready) + len(self._restarts) + len(self._batch)
         return (bound + 1) * self.config.batch_size - self.run.agents.running - waiting
 
-    def _admit(self) -> None:
+    def _admit(self, ended: int = 0) -> None:
+        """`ended` attempts have been collected and are still to be digested; they take up room."""
         agents, ledger, n = self.run.agents, self.run.ledger, self.config.n_samples_per_prompt
         while self._restarts and agents.free > 0:
             rollout, attempt = self._restarts.popleft()
             self._start(rollout, attempt)
-        room = self.room()
+        room = self.room() - ended
         if agents.free <= 0 or self._next >= self._limit or (room <= 0 and self._next % n == 0):
             return
         started = []
@@ -245,8 +246,6 @@ class Loop:
         accumulated = len(self._batch) - (self.run.learner.pending if not arrival else 0)
         while True:
             if len(self._batch) == layout.batch:
-                if self._must_wait():
-                    break
                 self._record_update(record)
                 accumulated = 0
             item = self._next_ready()
@@ -278,27 +277,37 @@ class Loop:
         record("update", {"version": self._version, "critic_only": critic_only, "rollouts": len(self._batch)})
         self._batch = []
 
-    def _must_wait(self) -> bool:
-        """With --over-stale wait an update waits for those it would make too old."""
-        if self.config.over_stale != "wait":
-            return False
-        oldest = min((v for v in self.run.agents.oldest_versions()), default=self._version)
-        return self._version + 1 - oldest > self.config.max_staleness
-
     def _next_ready(self) -> Ready | None:
-        """The oldest ready trajectory; under forced staleness, the oldest that is old enough."""
+        """The oldest ready trajectory, unless the options for staleness ask for another one or for patience."""
         if not self._ready:
             return None
-        age = self.config.forced_staleness
-        if age is None:
-            return self._ready.popleft()
+        if self.config.forced_staleness is not None:
+            return self._next_aged(self.config.forced_staleness)
+        if self.config.over_stale == "wait":
+            return self._next_in_time(self._version - self.config.max_staleness)
+        return self._ready.popleft()
+
+    def _next_aged(self, age: int) -> Ready | None:
+        """Under forced staleness: the oldest that is old enough."""
+        if self.room() > 0 and self._next < self._limit:
+            return None  # first come those that the present weights are to sample, for a later version
         for index, item in enumerate(self._ready):
             if self._version - item.trajectory.oldest_version >= age:
                 del self._ready[index]
                 return item
         # While the pipeline fills, nothing is old enough: the oldest go, or nothing would ever move.
-        stuck = not self.run.agents.running and (self.room() <= 0 or self._next >= self._limit)
-        return self._ready.popleft() if stuck else None
+        return None if self.run.agents.running else self._ready.popleft()
+
+    def _next_in_time(self, limit: int) -> Ready | None:
+        """Under --over-stale wait: what the next update would make too old (versions up to `limit`) goes first, and
+        attempts under way that it would make too old have a place in this batch."""
+        for index, item in enumerate(self._ready):
+            if item.trajectory.oldest_version <= limit:
+                del self._ready[index]
+                return item
+        reserved = sum(version <= limit for version in self.run.agents.oldest_versions())
+        places = self.run.learner.layout.batch - len(self._batch)
+        return self._ready.popleft() if places > reserved else None
 
     # ---- effects
 

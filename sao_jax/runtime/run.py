@@ -20,7 +20,7 @@ from sao_jax.runtime.checkpoints import Checkpoints
 from sao_jax.runtime.config import RunConfig
 from sao_jax.runtime.devices import CompileCounter, data_mesh
 from sao_jax.runtime.fingerprint import differences, fingerprint
-from sao_jax.runtime.ledger import Ledger
+from sao_jax.runtime.ledger import Ledger, LedgerError
 from sao_jax.runtime.metrics import MetricsLog, StageTimer
 
 NO_STEP = -(10**9)  # before every step: a resumed run without a checkpoint keeps none of its metrics
@@ -151,7 +151,11 @@ def open_run(
         path = folder / "ledger.sqlite"
         # A run killed at its very beginning leaves an empty file.
         ledger = Ledger(path, create=not path.exists() or path.stat().st_size == 0)
-        ledger.require_same_data({"task": config.task, "n": config.n_samples_per_prompt, "max_tokens": context})
+        try:
+            ledger.require_same_data({"task": config.task, "n": config.n_samples_per_prompt, "max_tokens": context})
+        except LedgerError:
+            ledger.close()  # or the refused folder would stay locked
+            raise
     else:
         ledger = Ledger(source / "ledger.sqlite", read_only=True)
     store = TrajectoryStore((source or folder) / "trajectories")
@@ -159,6 +163,7 @@ def open_run(
         # What lies behind the last record the ledger knows was never acknowledged.
         location = ledger.last_location()
         store.truncate_after(Location(**location) if location else None)
+    (folder / "config.json").write_text(config.to_json())  # before the first metrics: without it nothing is resumed
     checkpoints = Checkpoints(folder / "checkpoints", keep=config.keep_checkpoints)
     newest = checkpoints.newest() if resume else None
     resume_step = None if not resume else NO_STEP if newest is None else checkpoints.read_meta(newest)["version"]
@@ -166,7 +171,6 @@ def open_run(
         folder / "metrics.jsonl", resume_step=resume_step, tensorboard=folder / "tensorboard" if tensorboard else None
     )
     _check_fingerprint(folder)
-    (folder / "config.json").write_text(config.to_json())
     return Run(
         config, folder, family, context, mesh, learner, engine, agents, store, ledger, checkpoints, log, compiles
     )

@@ -125,6 +125,7 @@ def test_training_continues_bit_by_bit_from_a_checkpoint(learner, tmp_path):
     rates = learning_rates(learner, range(3))
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(0, learner.state, {"version": learner.version})
+        checkpoints.wait()
         rates += learning_rates(learner, range(3, 6))
         straight = host(learner.state)
         assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3, 1e-3], rel=1e-2)
@@ -146,6 +147,7 @@ def test_a_checkpoint_goes_on_on_another_number_of_devices(learner, tmp_path, de
     some_updates(learner)
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(0, learner.state, {"version": learner.version})
+        checkpoints.wait()
         other = make_learner(CHOICES, devices=devices, shard_params=shard, seed=7, **NUMBERS)
         assert checkpoints.read_meta(0) == {"version": 5}
         state, meta = checkpoints.restore(0, other.programs.abstract_state())

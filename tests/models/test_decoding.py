@@ -22,10 +22,10 @@ def extend(params, cache, slots, tokens, start, attended=16):
     return decoding.extend(bind(CONFIG, params), cache, slots, tokens, start, attended=attended)
 
 
-@jax.jit
-def burst(params, cache, tokens_NxB, past):
+@functools.partial(jax.jit, static_argnames="attended")
+def burst(params, cache, tokens_NxB, past, attended=16):
     """Feeds given tokens as one burst; returns (hidden [N, B, D], cache)."""
-    steps, attended = tokens_NxB.shape[0], 16
+    steps = tokens_NxB.shape[0]
     model = bind(CONFIG, params)
     window = decoding.open_window(cache, past, attended=attended, steps=steps)
     hidden = []
@@ -82,19 +82,31 @@ def test_what_an_earlier_sequence_left_in_a_slot_does_not_matter(params):
         np.testing.assert_array_equal(a, b)
 
 
-def test_attended_length_and_mates_change_no_bit(params):
-    rng = np.random.default_rng(1)
-    prompt, chunk = rng.integers(0, 11, (2, 4)), rng.integers(0, 11, (2, 4))
+def test_attended_length_slot_and_mates_change_no_bit_of_a_chunk(params):
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        past, start = rng.integers(0, 11, (2, 32)), rng.integers(1, 32)
+        chunk = rng.integers(0, 11, (3, 4))
 
-    def run(slots, mate, attended):
-        cache = decoding.init_cache(CONFIG, 4, 80)
-        start = np.zeros(2, np.int32)
-        _, cache = extend(params, cache, np.array(slots), np.stack([prompt[0], mate[0]]), start, attended=attended)
-        return extend(params, cache, np.array(slots), np.stack([chunk[0], mate[1]]), start + 4, attended=attended)[0][0]
+        def run(slots, mates, attended, past=past, start=start, chunk=chunk):
+            cache = decoding.init_cache(CONFIG, 4, 80)
+            _, cache = extend(params, cache, np.array(slots), past[[0, mates]], np.zeros(2, np.int32), attended=32)
+            tokens = chunk[[0, 1 + mates]]
+            return extend(params, cache, np.array(slots), tokens, np.full(2, start), attended=attended)[0][0]
 
-    want = run((0, 1), (prompt[1], chunk[1]), 32)
-    np.testing.assert_array_equal(want, run((3, 2), (chunk[1], chunk[0]), 32))
-    np.testing.assert_array_equal(want, run((1, 0), (chunk[0], chunk[0]), 64))
+        want = run((0, 1), 0, 32)
+        np.testing.assert_array_equal(want, run((3, 2), 1, 32))
+        np.testing.assert_array_equal(want, run((1, 0), 1, 64))
+
+
+def test_attended_length_changes_no_bit_of_a_burst(params):
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        cache = jax.tree.map(
+            lambda x, rng=rng: rng.normal(size=x.shape).astype(np.float32), decoding.init_cache(CONFIG, 4, 80)
+        )
+        feed, past = rng.integers(0, 11, (3, 4)), rng.integers(0, 17, 4)
+        np.testing.assert_array_equal(burst(params, cache, feed, past, 32)[0], burst(params, cache, feed, past, 64)[0])
 
 
 def test_repeating_a_row_of_a_prefill_call_is_harmless(params):

@@ -1,0 +1,303 @@
+"""Whole RL runs on a tiny task, in this process."""
+
+import collections
+import time
+
+import numpy as np
+import pytest
+from helpers import MODEL_FLAGS, Record, SilentDisplay, quick_compile  # noqa: F401
+
+from sao_jax.runtime.checkpoints import Checkpoints
+from sao_jax.runtime.collector import DeadGroupsError
+from sao_jax.runtime.config import RunConfig
+from sao_jax.runtime.train import train
+
+BASE = dict(
+    **MODEL_FLAGS, task="tiny", rollouts=24, batch_size=4, slots=8, burst=4, warm_start_steps=0, eval_tasks=4,
+    eval_every=0, checkpoint_every=3, devices=2, lr=1e-3,
+)  # fmt: skip
+CRITIC = dict(preheat_rollouts=0)
+GROUPS = dict(preset="grpo", n_samples_per_prompt=2)
+
+
+def run(folder, check=lambda: None, **flags):
+    """Trains; returns (figures, record of the folder, notes)."""
+    flags = BASE | (CRITIC if flags.get("preset") != "grpo" and "baseline" not in flags else {}) | flags
+    display = SilentDisplay()
+    figures = train(RunConfig(**flags).resolved(), folder, display, check=check)
+    record = Record(folder)
+    assert record.counts == figures["counts"]
+    assert record.missing == []
+    assert figures["recompilations"] == 0
+    return figures, record, display.notes
+
+
+def updates_of(record):
+    return [line for line in record.lines if line.get("stage") == "rl"]
+
+
+def test_every_rollout_is_trained_once_and_in_full_batches(tmp_path):
+    figures, record, _ = run(tmp_path)
+    assert record.counts == {"running": 0, "finished": 0, "trained": 24, "dropped": 0, "handed_out": 24}
+    assert [len(batch) for batch in record.updates] == [4] * 6
+    assert sorted(record.trained) == list(range(24))
+    assert [p["version"] for p in record.of_kind("update")] == [1, 2, 3, 4, 5, 6]
+    assert figures["version"] == 6
+    # Versions are those of the weights that sampled: within a trajectory they never fall, and none is from the future.
+    trained_at = dict(zip(record.trained, np.repeat(np.arange(6), 4), strict=True))
+    for rollout, t in record.trajectories.items():
+        versions = t.version[t.action_mask]
+        assert np.all(np.diff(versions) >= 0)
+        assert versions[-1] <= trained_at[rollout]
+
+
+def test_metrics_of_a_run_are_those_of_its_trajectories(tmp_path):
+    _, record, _ = run(tmp_path, task="tiny:turns=2", max_staleness=0)
+    lines = updates_of(record)
+    assert len(lines) == 6
+    assert [line["rollouts"] for line in lines] == [4, 8, 12, 16, 20, 24]
+    for line, batch in zip(lines, record.updates, strict=True):
+        members = [record.trajectories[r] for r in batch]
+        assert line["reward/mean"] == pytest.approx(np.mean([t.total_reward for t in members]))
+        assert line["response_length/mean"] == pytest.approx(np.mean([t.num_action_tokens for t in members]))
+        # All is on-policy: the sampler's log-probs are the trainer's.
+        assert line["rollout_corr/logp_abs_diff"] < 1e-5
+        assert line["actor/ratio_max"] == pytest.approx(1.0, abs=1e-3)
+        assert line["perf/recompilations"] == 0
+        assert line["actor/skipped_windows"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bound", [0, 1, 4])
+def test_admission_keeps_the_staleness_bound(tmp_path, bound):
+    _, record, _ = run(tmp_path, max_staleness=bound, rollouts=40)
+    assert max(record.staleness) <= bound
+    logged = [line["async/staleness_max"] for line in updates_of(record)]
+    assert max(logged) == max(record.staleness)
+    outstanding, most = 0, 0
+    for event in record.events:
+        outstanding += event.kind == "admit"
+        most = max(most, outstanding)
+        outstanding -= event.payload["rollouts"] if event.kind == "update" else 0
+    assert most <= (bound + 1) * 4
+
+
+def test_a_slow_environment_is_waited_for(tmp_path):
+    _, record, _ = run(tmp_path, task="tiny:wait=0.3", rollouts=4, batch_size=2, eval_tasks=1)
+    assert record.counts["trained"] == 4
+
+
+def test_when_the_data_run_out_the_last_batch_is_smaller(tmp_path):
+    figures, record, _ = run(tmp_path, rollouts=10)
+    assert [len(batch) for batch in record.updates] == [4, 4, 2]
+    assert record.counts["trained"] == 10
+    assert figures["version"] == 3
+
+
+@pytest.mark.slow
+def test_slow_and_fast_tasks_are_trained_in_equal_shares(tmp_path):
+    _, record, _ = run(tmp_path, task="tiny:slow=0.1", rollouts=48, env_workers=8)
+    trained = record.trained
+    share = np.mean([rollout % 2 for rollout in trained])
+    assert share == 0.5
+    # also before the end has levelled it out
+    assert np.mean([rollout % 2 for rollout in trained[:32]]) > 0.25
+
+
+@pytest.mark.slow
+def test_versions_are_stamped_when_a_token_is_sampled(tmp_path):
+    """With one slot per burst of one token, updates fall into the middle of attempts of two turns."""
+    _, record, _ = run(tmp_path, task="tiny:turns=2", burst=1, rollouts=40, batch_size=1, max_staleness=7)
+    several = [t for t in record.trajectories.values() if len(set(t.version[t.action_mask])) > 1]
+    assert several, "no attempt saw a new version"
+    for t in several:
+        assert t.oldest_version == t.version[t.action_mask][0]
+    assert max(record.staleness) >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bound", [0, 1])
+def test_over_stale_drop_never_trains_what_is_too_old(tmp_path, bound):
+    flags = dict(max_staleness=bound, over_stale="drop", rollouts=32, batch_size=2)
+    _, record, _ = run(tmp_path, task="tiny:slow=0.15", **flags)
+    assert max(record.staleness) <= bound
+    assert record.counts["trained"] + record.counts["dropped"] == 32
+    assert {reason for reason, _ in record.dropped} <= {"stale"}
+    if record.counts["dropped"]:
+        assert updates_of(record)[-1]["async/dropped_stale"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bound", [0, 1])
+def test_over_stale_wait_trains_all_and_nothing_too_old(tmp_path, bound):
+    flags = dict(max_staleness=bound, over_stale="wait", rollouts=24, batch_size=2)
+    _, record, _ = run(tmp_path, task="tiny:slow=0.15", check=_limit(60), **flags)
+    assert record.counts["trained"] == 24
+    assert max(record.staleness) <= bound
+
+
+def _limit(seconds):
+    """A check that fails a run which makes no progress."""
+    end = time.monotonic() + seconds
+
+    def check():
+        assert time.monotonic() < end, f"no end within {seconds} s"
+
+    return check
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("age", [1, 3])
+def test_forced_staleness_is_reached_once_the_pipeline_is_full(tmp_path, age):
+    _, record, _ = run(tmp_path, forced_staleness=age, rollouts=48)
+    settled = record.staleness[(age + 1) * 4 : -(age + 1) * 4]
+    assert settled
+    assert min(settled) >= age
+    assert record.counts["trained"] == 48
+
+
+@pytest.mark.slow
+def test_weights_are_published_every_so_many_updates(tmp_path):
+    _, record, _ = run(tmp_path, publish_every=3, rollouts=32)
+    published = [p["version"] for p in record.of_kind("publish")]
+    assert set(published) == {0, 3, 6}
+    sampled = {int(v) for t in record.trajectories.values() for v in t.version[t.action_mask]}
+    assert sampled <= {0, 3, 6}
+
+
+def test_a_batch_may_be_a_single_trajectory(tmp_path):
+    figures, record, _ = run(tmp_path, batch_size=1, rollouts=6)
+    assert [len(batch) for batch in record.updates] == [1] * 6
+    assert figures["version"] == 6
+
+
+@pytest.mark.slow
+def test_critic_only_updates_leave_policy_and_version(tmp_path):
+    figures, record, _ = run(tmp_path, num_critic_only_steps=2)
+    assert [p["critic_only"] for p in record.of_kind("update")] == [True, True, False, False, False, False]
+    assert [p["version"] for p in record.of_kind("update")] == [0, 0, 1, 2, 3, 4]
+    assert figures["version"] == 4
+    assert [line["stage"] for line in record.lines if "stage" in line].count("critic_only") == 2
+
+
+@pytest.mark.slow
+def test_a_critic_may_step_on_every_arrival(tmp_path):
+    figures, record, _ = run(tmp_path, critic_update="arrival", rollouts=8)
+    assert figures["version"] == 2
+    assert "accumulate" not in {event.kind for event in record.events}
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+def test_groups_are_trained_with_their_own_advantages(tmp_path):
+    _, record, _ = run(tmp_path, **GROUPS, drop_dead_groups=False)
+    assert record.counts["trained"] == 24
+    for event in record.of_kind("arrive"):
+        rollout = event["rollout"]
+        pair = [record.trajectories[r].total_reward for r in (rollout // 2 * 2, rollout // 2 * 2 + 1)]
+        expected = (pair[rollout % 2] - np.mean(pair)) / (np.std(pair) + 1e-6)
+        assert event["advantage"] == pytest.approx(expected, abs=1e-5)
+        assert record.trajectories[rollout].group == rollout // 2
+        assert record.trajectories[rollout].task == f"tiny/train/{rollout // 2}"
+
+
+def test_dead_groups_are_dropped_and_counted(tmp_path):
+    _, record, _ = run(tmp_path, **GROUPS)
+    rewards = collections.defaultdict(list)
+    for r, t in record.trajectories.items():
+        rewards[r // 2].append(t.total_reward)
+    dead = sum(2 for pair in rewards.values() if pair[0] == pair[1])
+    assert dead, "nothing to drop"
+    assert record.counts["dropped"] == dead
+    assert record.counts["trained"] == 24 - dead
+    assert {reason for reason, _ in record.dropped} == {"dead group"}
+
+
+def test_a_task_without_any_difference_ends_with_a_message(tmp_path):
+    with pytest.raises(DeadGroupsError, match="4 groups in a row had equal rewards"):
+        run(tmp_path, **GROUPS, task="tiny:reward=0", max_dead_groups=3, rollouts=1000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("baseline", ["batch_mean", "running_mean"])
+def test_other_baselines_use_all(tmp_path, baseline):
+    _, record, _ = run(tmp_path, baseline=baseline, rollouts=12)
+    assert record.counts["trained"] == 12
+
+
+# -- failing environments ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [("raise", "broken on purpose"), ("nan", "not finite"), ("hang", "no answer within")],
+)
+def test_a_failing_environment_is_tried_again_then_dropped(tmp_path, bad, says):
+    flags = dict(task=f"tiny:bad={bad},every=6", max_attempts=2, env_timeout=0.3, rollouts=12)
+    _, record, notes = run(tmp_path, **flags)
+    assert record.dropped == {("failed", "tiny/train/5"): 1, ("failed", "tiny/train/11"): 1}
+    assert [(p["rollout"], p["attempt"]) for p in record.of_kind("restart")] == [(5, 1), (11, 1)]
+    assert record.counts["trained"] == 10
+    assert sum(says in note for note in notes) == 4
+    assert updates_of(record)[-1]["async/dropped_failed"] >= 1
+
+
+@pytest.mark.slow
+def test_a_group_does_not_wait_for_a_member_that_failed(tmp_path):
+    """Of group 2 every attempt fails, of the others none."""
+    flags = GROUPS | dict(n_samples_per_prompt=4, drop_dead_groups=False, batch_size=8)
+    _, record, _ = run(tmp_path, **flags, task="tiny:bad=raise,every=3", max_attempts=1, rollouts=24)
+    assert record.dropped == {("failed", "tiny/train/2"): 4, ("failed", "tiny/train/5"): 4}
+    assert record.counts["trained"] == 16
+
+
+# -- stages before RL --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_preheating_rollouts_come_on_top_and_are_reported(tmp_path):
+    figures, record, _ = run(tmp_path, preheat_rollouts=10, preheat_epochs=2, rollouts=8)
+    assert record.counts["handed_out"] == 18
+    assert sorted(record.of_kind("preheat")[0]["rollouts"]) == list(range(10))
+    assert sorted(record.trained) == list(range(10, 18))
+    assert {line["preheat/rollouts"] for line in record.lines if line.get("stage") == "preheat"} == {10}
+    assert figures["version"] == 2
+
+
+@pytest.mark.slow
+def test_a_critic_may_be_preheated_on_another_run(tmp_path):
+    run(tmp_path / "first", rollouts=12)
+    _, record, _ = run(tmp_path / "second", preheat_rollouts=None, preheat_from=str(tmp_path / "first"), rollouts=4)
+    assert record.counts["handed_out"] == 4
+    assert record.of_kind("preheat") == [{"rollouts": [], "from": str(tmp_path / "first")}]
+    assert {line["preheat/rollouts"] for line in record.lines if line.get("stage") == "preheat"} == {12}
+
+
+@pytest.mark.slow
+def test_a_run_may_start_from_the_policy_of_another(tmp_path):
+    run(tmp_path / "first", rollouts=8)
+    run(tmp_path / "second", init_from=str(tmp_path / "first"), rollouts=4, warm_start_steps=600, seed=1)
+    with Checkpoints(tmp_path / "first/checkpoints") as first, Checkpoints(tmp_path / "second/checkpoints") as second:
+        assert first.read_meta(first.newest())["version"] == 2
+        assert second.read_meta(second.newest())["version"] == 1
+    with pytest.raises(ValueError, match="has another model"):
+        run(tmp_path / "third", init_from=str(tmp_path / "first"), warm_start_steps=600, dim=32)
+    with pytest.raises(ValueError, match="not a run folder"):
+        run(tmp_path / "fourth", init_from=str(tmp_path / "nothing"), warm_start_steps=600)
+
+
+def test_an_error_in_the_loop_ends_the_run(tmp_path):
+    calls = []
+
+    def check():
+        calls.append(0)
+        if len(calls) == 12:
+            raise ZeroDivisionError("injected")
+
+    with pytest.raises(ZeroDivisionError, match="injected"):
+        run(tmp_path, check=check, rollouts=400)
+    # What it had recorded is consistent, and the folder is free for a resume.
+    record = Record(tmp_path)
+    assert record.counts["handed_out"] == sum(record.counts[k] for k in ("running", "finished", "trained", "dropped"))
