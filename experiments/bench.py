@@ -124,19 +124,13 @@ def update(quick: bool):
         policy = jax.jit(lambda key, model=model: init_params(model, key))(jax.random.key(0))
         learner = Learner(model, config.choices(), config.numbers(), layout, mesh, policy)
 
-        def whole(learner=learner):
-            for row in rows:
-                learner.put(row)
-                if learner.window_ready:
-                    learner.accumulate()
-            jax.block_until_ready(learner.update())
-
-        whole()
-        whole()
+        one_update(learner, rows)
+        one_update(learner, rows)
         rates, seconds = [], []
         for _ in range(3):  # the machine's own speed drifts: measure it beside
             rates.append(matmul_rate(repetitions))
-            seconds.append(median_seconds(whole, max(2, repetitions // 3)))
+            seconds.append(median_seconds(lambda: one_update(learner, rows), max(2, repetitions // 3)))  # noqa: B023
+        inside, whole = compiled_seconds(learner, rows, max(2, repetitions // 3))
         policy_flops = forward_flops(model, length, head=True) * (3 + (config.kl == "smooth"))
         critic_flops = 3 * 2 * forward_flops(model, length, head=False) if config.has_critic else 0
         rate, tokens = statistics.median(rates), batch * length
@@ -151,7 +145,59 @@ def update(quick: bool):
             "gflops": round(flops / second / 1e9, 1),
             "matmul_gflops": round(rate / 1e9, 1),
             "share_of_matmul": round(flops / second / rate, 3),
+            "share_outside_compiled": round(1 - inside / whole, 3),
         }
+
+
+class TimedPrograms:
+    """A learner's programs, each call waited for and timed."""
+
+    CALLS, FACTORIES = ("put", "whiten", "policy_step", "clear"), ("window", "critic_step")
+
+    def __init__(self, programs):
+        self._programs, self.seconds = programs, 0.0
+
+    def __getattr__(self, name):
+        value = getattr(self._programs, name)
+        if name in self.CALLS:
+            return self._timed(value)
+        if name in self.FACTORIES:
+            return lambda *choices: self._timed(value(*choices))
+        return value
+
+    def _timed(self, program):
+        import jax
+
+        def call(*arguments):
+            start = time.perf_counter()
+            result = jax.block_until_ready(program(*arguments))
+            self.seconds += time.perf_counter() - start
+            return result
+
+        return call
+
+
+def compiled_seconds(learner, rows, repetitions: int) -> tuple[float, float]:
+    """(seconds in compiled programs, seconds in all) of an update, one program after the other; medians."""
+    timed = learner.programs = TimedPrograms(learner.programs)
+    inside, whole = [], []
+    for _ in range(repetitions):
+        timed.seconds, start = 0.0, time.perf_counter()
+        one_update(learner, rows)
+        inside.append(timed.seconds)
+        whole.append(time.perf_counter() - start)
+    learner.programs = timed._programs
+    return statistics.median(inside), statistics.median(whole)
+
+
+def one_update(learner, rows) -> None:
+    import jax
+
+    for row in rows:
+        learner.put(row)
+        if learner.window_ready and learner.choices.critic_update == "batch":
+            learner.accumulate()
+    jax.block_until_ready(learner.update())
 
 
 def sampler(quick: bool):
@@ -213,7 +259,9 @@ def sampler(quick: bool):
 def loop(quick: bool):
     """The whole loop, ledger and storage included, at 64 rollouts a batch, prompt 32 and 64 new tokens.
 
-    "grpo": 8 prompts x 8, clipped ratio. "sao": 64 tasks, critic trained twice, KL smoothing.
+    "grpo": 8 prompts x 8, clipped ratio. "sao": 64 tasks, critic trained twice, KL smoothing. "main job": the small
+    model on the calculator task, where actions are short. `learner_idle_share` is the share of the wall clock in which the
+    learner's programs (timed one by one afterwards) do not run: the sampler has the devices, or nothing has.
     """
     import jax
 
@@ -226,10 +274,12 @@ def loop(quick: bool):
     from sao_jax.runtime.run import open_run
 
     updates = 6 if quick else 40
-    common = dict(task=TASK, warm_start_steps=0, rollouts=64 * updates, burst=32, eval_every=0, **REFERENCE)
+    base = dict(warm_start_steps=0, rollouts=64 * updates, eval_every=0)
+    common = base | dict(task=TASK, burst=32) | REFERENCE
     cases = {
         "grpo": RunConfig(preset="grpo", drop_dead_groups=False, **common),
         "sao": RunConfig(preheat_rollouts=0, **common),
+        "main job": RunConfig(preheat_rollouts=0, **base),
     }
     for name, config in cases.items():
         config = dataclasses.replace(config.resolved(), checkpoint_every=10**6)
@@ -238,11 +288,16 @@ def loop(quick: bool):
 
             run = open_run(config, pathlib.Path(folder), resume=False)
             with contextlib.closing(run), Display(Console(file=nowhere)) as display:
+                display.stage(name, config.rollouts, "rollouts")
                 run.engine.warm_up()
                 run.learner.warm_up(blank_row(run.context), preheat=False)
                 metrics = LoopMetrics(run, display)
-                Loop(run, first_rollout=0, check=lambda: None, metrics=metrics).go()
+                host = Loop(run, first_rollout=0, check=lambda: None, metrics=metrics)
+                host.go()
                 jax.block_until_ready(run.learner.state["policy"])
+                trained = [r.id for r in run.ledger.stored() if r.state == "trained"][:64]
+                rows = [host.row(run.trajectory(rollout)) for rollout in trained]
+                inside, _ = compiled_seconds(run.learner, rows, 3 if quick else 10)
                 lines = [m for m in read_metrics(run.folder / "metrics.jsonl") if m["stage"] == "rl"]
         skip = max(1, len(lines) // 8)
         span = lines[-1]["time_s"] - lines[skip]["time_s"]
@@ -254,6 +309,8 @@ def loop(quick: bool):
             "updates": len(lines) - skip - 1,
             "completion_tokens_per_s": round(tokens / span),
             "ms_per_update": round(1e3 * span / (len(lines) - skip - 1), 1),
+            "learner_idle_share": round(1 - inside * (len(lines) - skip - 1) / span, 3),
+            "publish_latency_s": round(statistics.median(m["async/publish_latency_s"] for m in lines[skip:]), 3),
             "recompilations": lines[-1]["perf/recompilations"],
             "staleness_mean": round(statistics.mean(m["async/staleness_mean"] for m in lines[skip:]), 2),
             **{k: round(v / span, 3) for k, v in timing.items()},

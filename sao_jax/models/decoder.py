@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sao_jax.models.attention import attention
+from sao_jax.models.attention import attention, causal_attention  # noqa: F401 (re-exported)
 from sao_jax.models.config import ModelConfig
 from sao_jax.models.norms import normalize, rms_norm, scaled_product
 

@@ -6,8 +6,10 @@ Letters: N tokens, D width, V vocabulary, B rows, T positions.
 import jax
 import jax.numpy as jnp
 
-# Float32 logits held at once; 2^22 of them are 16 MiB, and the backward pass has about three arrays of this size.
-MAX_LOGITS = 2**22
+# Float32 logits held at once, 16 MiB on CPU and 512 MiB on an accelerator, where few rows at a time would waste the
+# matrix units. The backward pass has about three arrays of this size.
+MAX_LOGITS_CPU = 2**22
+MAX_LOGITS_ACCELERATOR = 2**27
 
 
 def token_logprobs(
@@ -29,14 +31,15 @@ def token_logprobs(
       targets_N: token ids in [0, V).
       temperature_N: positive; a scalar is allowed. Greedy tokens (temperature 0) have no log-prob here.
       chunk: tokens whose logits exist at the same time, forward and backward; logits of a chunk are computed again in
-        the backward pass. None: all N where N * V is small, else as many as fit `MAX_LOGITS`.
+        the backward pass. None: all N where N * V is small, else as many as fit the limits above.
 
     Raises:
       ValueError: chunk below 1.
     """
     N, V = hidden_NxD.shape[0], head_DxV.shape[1]
     if chunk is None:
-        chunk = min(N, max(1, MAX_LOGITS // V))
+        budget = MAX_LOGITS_CPU if jax.default_backend() == "cpu" else MAX_LOGITS_ACCELERATOR
+        chunk = max(1, budget // V)
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be at least 1")
     temperature_N = jnp.broadcast_to(jnp.asarray(temperature_N, jnp.float32), (N,))

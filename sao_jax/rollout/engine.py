@@ -213,7 +213,12 @@ class Engine:
         state = {name: jnp.zeros(slots, jnp.float32 if name == "temperature" else jnp.int32) for name in _STATE}
         self._cache, self._state = jax.device_put((decoding.init_cache(config, slots, capacity), state), self._sharded)
 
-        @functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
+        # On CPU a device has one core: loops of a step split over threads would wait for each other, and a sum over a
+        # row, which XLA would make into a tree of windows there, is faster as the plain loop that it is.
+        passes = {"xla_disable_hlo_passes": "cpu-parallel-task-assigner,tree_reduction_rewriter"}
+        options = passes if mesh.devices.flat[0].platform == "cpu" else None
+
+        @functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 3), compiler_options=options)
         def program(attended, *args):
             d, r = jax.P("data"), jax.P()
             body = functools.partial(_sample_burst, config, self._layout, burst, attended)
