@@ -260,8 +260,8 @@ def loop(quick: bool):
     """The whole loop, ledger and storage included, at 64 rollouts a batch, prompt 32 and 64 new tokens.
 
     "grpo": 8 prompts x 8, clipped ratio. "sao": 64 tasks, critic trained twice, KL smoothing. "main job": the small
-    model on the calculator task, where actions are short. `learner_idle_share` is the share of the wall clock in which the
-    learner's programs (timed one by one afterwards) do not run: the sampler has the devices, or nothing has.
+    model on the calculator task, where actions are short. `learner_idle_share` is the share of the wall clock in which
+    the learner's programs (timed one by one afterwards) do not run: the sampler has the devices, or nothing has.
     """
     import jax
 

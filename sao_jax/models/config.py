@@ -42,9 +42,7 @@ class ModelConfig:
             if field.type in (int, "int") and value < 1:
                 raise ValueError(f"model {field.name} is {value}; it must be at least 1")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"model num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
-            )
+            raise ValueError(f"model num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"model head_dim is {self.head_dim}; rotary positions need an even width")
         if self.dtype not in ("float32", "bfloat16"):

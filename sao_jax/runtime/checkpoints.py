@@ -109,6 +109,8 @@ class Checkpoints:
         import jax
         from orbax.checkpoint import v1 as ocp
 
+        if self._pending is not None and self._pending[0] == step:
+            self.wait()
         if problem := self._problem(step):
             raise CheckpointError(f"checkpoint {step} in {self.folder} cannot be restored: {problem}")
         record = self._record(step)

@@ -99,7 +99,7 @@ class RunConfig:
 
     # -- critic
     critic_targets: Literal["mc", "dis"] | None = None
-    """Monte-Carlo returns, or importance-corrected returns."""
+    """Monte-Carlo returns, or importance-corrected returns (these run through the seams of segments)."""
     critic_update: Literal["batch", "arrival"] | None = None
     """The critic steps per batch, or on each trajectory as it arrives."""
     critic_steps_per_actor: int | None = None

@@ -1,5 +1,7 @@
 """Which devices a program runs on; called by entry points before anything touches a JAX backend."""
 
+import contextlib
+import ctypes
 import os
 import pathlib
 
@@ -17,6 +19,8 @@ def prepare_backend(num_devices: int | None = None) -> None:
     has_nvidia = pathlib.Path("/dev/nvidiactl").exists() or pathlib.Path("/proc/driver/nvidia").exists()
     if not has_nvidia:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        _keep_freed_memory()
     import jax
 
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
@@ -32,6 +36,25 @@ def prepare_backend(num_devices: int | None = None) -> None:
         # that waits for its other devices in a reduction keeps its thread; with no thread to spare the next dispatch
         # blocks, or the reduction waits for ever. NPROC is where XLA reads the size of that pool.
         os.environ.setdefault("NPROC", str(2 * devices + 2))
+        # With a device per core, splitting one product over threads gains nothing, and that pool of XLA's has been seen
+        # to stop for ever on a busy machine.
+        flags = os.environ.get("XLA_FLAGS", "")
+        if devices > 1 and "xla_cpu_multi_thread_eigen" not in flags:
+            os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
+
+
+def _keep_freed_memory() -> None:
+    """Lets glibc reuse what programs free instead of giving it back to the kernel.
+
+    Each call of a compiled program takes tens of megabytes of temporaries; as fresh pages they cost up to a third of an
+    update. One arena, as several would each keep their own. Elsewhere than on glibc nothing happens.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -8, -3, -1
+        mallopt(M_ARENA_MAX, 1)
+        mallopt(M_MMAP_THRESHOLD, 1 << 30)
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def data_mesh(num_devices: int | None = None):
