@@ -101,7 +101,7 @@ def update(quick: bool):
     from sao_jax.runtime.config import RunConfig
     from sao_jax.runtime.devices import data_mesh
 
-    batch, length, repetitions = (16, 256, 3) if quick else (64, 256, 15)
+    batch, length, repetitions = (16, 256, 3) if quick else (64, 256, 9)
     mesh, rng = data_mesh(), np.random.default_rng(0)
     rows = []
     for _ in range(batch):

@@ -35,6 +35,9 @@ def main(stop) -> None:
     flags = _cli.parse(Flags, __doc__.splitlines()[0])
     config = RunConfig(**{f.name: getattr(flags, f.name) for f in dataclasses.fields(RunConfig)})
     given = [f.name for f in dataclasses.fields(config) if getattr(config, f.name) != f.default]
+    for name in ("run_dir", "resume", "replay", "init_from", "preheat_from"):
+        if getattr(flags, name) == "":
+            raise ValueError(f"--{name.replace('_', '-')} is empty; it takes a folder")
     if flags.resample and not flags.replay:
         raise ValueError("--resample has no effect here; it needs --replay")
     if flags.resume and flags.replay:

@@ -75,7 +75,14 @@ def _resolve(spec: str) -> tuple[Callable[..., TaskFamily], dict[str, Any]]:
     module = _import(head)
     if not callable(getattr(module, attribute, None)):
         raise ValueError(f"{head} has no class {attribute!r}")
-    return getattr(module, attribute), parse_options(options)
+    constructor = getattr(module, attribute)
+    if (
+        not hasattr(constructor, "max_tokens")
+        and not inspect.isfunction(constructor)
+        and not isinstance(constructor, type)
+    ):
+        raise ValueError(f"{head}:{attribute} is no task family")
+    return constructor, parse_options(options)
 
 
 def _import(path: str) -> Any:
@@ -85,7 +92,10 @@ def _import(path: str) -> Any:
             raise ValueError(f"no task file {path!r}")
         spec = importlib.util.spec_from_file_location(Path(path).stem, path)
         module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:  # a user's file may fail in any way; that is the user's error, in one line
+            raise ValueError(f"task file {path!r} does not load: {type(error).__name__}: {error}") from error
         return module
     try:
         return importlib.import_module(path)

@@ -299,7 +299,7 @@ class Programs:
             sums = {k: v.max() if k in win.MAXIMA else v.sum() for k, v in totals["sums"].items()}
             gradient = divide(sharding.reduce(totals["policy"], specs), sums["policy_count"])
             proposed, opt, norm = optimizer_step(policy, opt, gradient, numbers)
-            kl = sums["kl"] / jnp.maximum(sums["tokens"], 1.0)
+            kl = sums["kl"] / jnp.maximum(sums["tokens"] - sums["nonfinite"], 1.0)
             metrics = sums | {"policy_grad_norm": norm, "kl_before": kl, "smooth_fraction": jnp.ones(())}
             scalars = dict(scalars)
             if self.choices.kl == "smooth":

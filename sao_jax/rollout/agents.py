@@ -60,7 +60,7 @@ class Agents:
 
     @property
     def running(self) -> int:
-        return len(self._episodes)
+        return len(self._episodes) + len(self._ended)  # an attempt is over once it has been collected
 
     @property
     def free(self) -> int:

@@ -15,7 +15,7 @@ class RunConfig:
     """Flags of a training run. `None` means: decided by the preset, or not in use."""
 
     task: str = "calculator"
-    """Task family: calculator, arithmetic, or package.module:ClassName; options as name:key=value,key=value."""
+    """Task family: calculator, arithmetic, package.module:Class or file.py:Class; options as name:key=value,key=value."""
     preset: Literal["seed", "paper", "grpo"] = "seed"
     """seed: band (0.1, 10) by clipping and KL smoothing; paper: mask by offsets, no KL term; grpo: groups of 8."""
     seed: int = 0
@@ -302,10 +302,14 @@ class RunConfig:
             values = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"config.json is damaged: {error}") from None
+        if not isinstance(values, dict):
+            raise ValueError("config.json is damaged: it holds no table of flags")
         known = {field.name for field in dataclasses.fields(cls)}
-        unknown = sorted(set(values) - known)
+        unknown, missing = sorted(set(values) - known), sorted(known - set(values))
         if unknown:
             raise ValueError(f"config.json has unknown keys: {', '.join(unknown)}")
+        if missing:
+            raise ValueError(f"config.json is damaged: {', '.join(missing)} missing")
         return cls(**values)
 
 

@@ -416,10 +416,11 @@ class Loop:
     def _take_up(self, arrived: set[int]) -> None:
         """Feeds the collector what finished and has not arrived, with what it needs to decide as before."""
         ledger = self.run.ledger
-        if self.config.baseline == "running_mean":
-            self._collector.prime([e.payload["reward"] for e in ledger.events(kinds=("finish",))])
         waiting = [r for r in ledger.finished() if r.id not in arrived]
         wanted = {r.id for r in waiting}
+        if self.config.baseline == "running_mean":
+            done = [e.payload for e in ledger.events(kinds=("finish",))]
+            self._collector.prime([p["reward"] for p in done if p["rollout"] not in wanted])
         groups = {r.group for r in waiting} if self.config.grouped else set()
         members = ledger.members(groups) if groups else waiting
         with ledger.transaction():

@@ -99,7 +99,7 @@ class LoopMetrics:
         self._unpublished += [] if critic_only else batch.ended
         now = time.monotonic()
         self.trained += len(batch.rewards)
-        self._successes.extend(batch.rewards)
+        self._successes.extend(float(reward >= SUCCESS) for reward in batch.rewards)
         timing, seconds = self._run.timer.read(), max(now - self._since, 1e-9)
         self._since = now
         host = {

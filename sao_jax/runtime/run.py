@@ -149,6 +149,8 @@ def open_run(
     folder.mkdir(parents=True, exist_ok=True)
     if source is None:
         path = folder / "ledger.sqlite"
+        if resume and not path.exists() and (folder / "checkpoints").exists():
+            raise ValueError(f"{folder} has checkpoints but no ledger.sqlite; without it the run cannot be continued")
         # A run killed at its very beginning leaves an empty file.
         ledger = Ledger(path, create=not path.exists() or path.stat().st_size == 0)
         try:

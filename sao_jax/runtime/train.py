@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from sao_jax.data.rows import blank_row
@@ -60,7 +59,8 @@ class Stages:
         self._compile()
         run.engine.publish(run.learner.published_policy(), run.learner.version)
         if not updates and not self._has_events("update"):
-            self._evaluate("before RL", run.learner.version)
+            for greedy in (False, True):
+                self._evaluate("before RL", run.learner.version, greedy=greedy)
         if self._preheats:
             position = max(position, self._preheat(position))
         with_updates = f"RL, {config.rollouts} rollouts"
@@ -188,7 +188,7 @@ class Stages:
             Ledger(folder / "ledger.sqlite", read_only=True) as ledger,
             TrajectoryStore(folder / "trajectories") as store,
         ):
-            done = [r for r in ledger.stored()]
+            done = ledger.stored()
             rows = [self.loop.row(load_trajectory(store.read(Location(**r.location)))) for r in done]
         if not rows:
             raise ValueError(f"--preheat-from {folder} holds no finished trajectory")
@@ -284,14 +284,3 @@ class Stages:
         }
         (run.folder / "evaluation.json").write_text(json.dumps(figures, indent=1))
         return figures
-
-
-def parameters_digest(state: dict) -> str:
-    """SHA-256 over all leaves of a state, for comparing two runs bit by bit."""
-    import hashlib
-
-    digest = hashlib.sha256()
-    for path, leaf in sorted(jax.tree_util.tree_leaves_with_path(state), key=lambda item: str(item[0])):
-        digest.update(str(path).encode())
-        digest.update(np.asarray(jnp.asarray(leaf)).tobytes())
-    return digest.hexdigest()
