@@ -10,6 +10,8 @@ from sao_jax.rollout.agents import Agents, Failure
 # run draw the same random numbers and differ by the weights alone.
 FIRST_ID = 1 << 30
 
+SUCCESS = 1.0 - 1e-6  # a reward of at least this counts as success
+
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
@@ -21,7 +23,7 @@ class Evaluation:
 
     @property
     def successes(self) -> int:
-        return sum(reward >= 1.0 - 1e-6 for reward in self.rewards)
+        return sum(reward >= SUCCESS for reward in self.rewards)
 
 
 def evaluate(

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from sao_jax.data.trajectory import Trajectory
+from sao_jax.runtime.evaluation import SUCCESS
 from sao_jax.runtime.run import Run
-
-SUCCESS = 1.0 - 1e-6  # a reward of at least this counts as success
 
 
 def explained_variance(sums: dict[str, float]) -> float:

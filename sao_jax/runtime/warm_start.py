@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from sao_jax.data.protocols import TaskFamily
+from sao_jax.data.tokenizers import encode_turns
 from sao_jax.envs.base import demonstration
 from sao_jax.learner import supervised
 from sao_jax.models.config import ModelConfig
@@ -18,14 +19,11 @@ def demonstrations(family: TaskFamily, count: int, length: int, seed: int) -> tu
     tokens = np.full((count, length), family.tokenizer.pad_id, np.int32)
     mask = np.zeros((count, length), bool)
     for row in range(count):
-        end = 0
-        for text, is_action in demonstration(family, "train", row, random.Random(f"{seed}/{row}")):
-            ids = family.tokenizer.encode(text)
-            if end + len(ids) > length:
-                raise ValueError(f"demonstration {row} of task {family.name!r} needs more than {length} tokens")
-            tokens[row, end : end + len(ids)] = ids
-            mask[row, end : end + len(ids)] = is_action
-            end += len(ids)
+        turns = demonstration(family, "train", row, random.Random(f"{seed}/{row}"))
+        ids, actions = encode_turns(family.tokenizer, turns)
+        if len(ids) > length:
+            raise ValueError(f"demonstration {row} of task {family.name!r} needs more than {length} tokens")
+        tokens[row, : len(ids)], mask[row, : len(ids)] = ids, actions
     return tokens, mask
 
 
