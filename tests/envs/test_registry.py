@@ -9,7 +9,8 @@ def test_a_name_gives_the_family_with_its_defaults():
     family = registry.make_family("calculator")
     assert isinstance(family, Calculator)
     assert family.max_tokens == 64
-    assert registry.names() == ["arithmetic", "calculator"]
+    # The tests of the runtime register a family of their own in the same process.
+    assert set(registry.names()) - {"tiny"} == {"arithmetic", "calculator"}
 
 
 def test_options_are_parsed_as_numbers_booleans_or_text():
