@@ -171,7 +171,7 @@ class Engine:
         seed: int,
         burst: int = 8,
         prefill_buckets: Sequence[int] = (8, 32),
-        prefill_rows: int = 8,
+        prefill_rows: int = 2,
         version: int = 0,
         kv_after_swap: str = "keep",
     ):
