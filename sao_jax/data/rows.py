@@ -17,17 +17,25 @@ ROW_FIELDS: dict[str, tuple[type, bool]] = {
     "lambda_": (np.float32, False),
     "truncated": (np.bool_, False),
     "advantage": (np.float32, False),
+    "staleness": (np.float32, False),
     "temperature": (np.float32, False),
 }
 
 
 def make_row(
-    t: Trajectory, *, length: int, steps_per_segment: int, lambda_: float, advantage: float = 0.0
+    t: Trajectory,
+    *,
+    length: int,
+    steps_per_segment: int,
+    lambda_: float,
+    advantage: float = 0.0,
+    staleness: float = 0.0,
 ) -> dict[str, np.ndarray]:
     """A trajectory as arrays of the types in ROW_FIELDS, per-token ones right-padded to [length].
 
     Padding is token 0, not an action, and keeps the last segment's id, so that no seam appears at the end.
-    `lambda_` is the policy's lambda for this trajectory; `advantage` is one given from outside (0: unused).
+    `lambda_` is the policy's lambda for this trajectory; `advantage` is one given from outside (0: unused),
+    `staleness` the age of its oldest token in versions.
 
     Raises:
       NoActionError: no action token.
@@ -48,7 +56,7 @@ def make_row(
     row["segment_ids"][:] = segments[-1]
     row["segment_ids"][: t.length] = segments
     scalars = dict(length=t.length, lambda_=lambda_, truncated=t.end == "truncated", advantage=advantage)
-    scalars["temperature"] = t.temperature
+    scalars |= dict(temperature=t.temperature, staleness=staleness)
     return row | {name: np.asarray(value, ROW_FIELDS[name][0]) for name, value in scalars.items()}
 
 

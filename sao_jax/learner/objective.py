@@ -15,11 +15,14 @@ class Choices:
 
     Attributes:
       policy_loss: "dis" weights the policy gradient by detached importance weights; "ppo" is the clipped ratio;
-        "tis" truncates the weights from above only.
+        "tis" truncates the weights from above only; "gspo" clips the ratio of whole sequences; "a3po" is PPO against a
+        proximal policy between the sampling and the current one.
       outside: rule of the weight band for "dis".
       denominator: token count the policy loss is divided by: all action tokens, or those inside the band.
+      sequence_mask: sequences that are too far from the policy that sampled weigh nothing ("dis" only).
       dual_clip: "ppo" only: bounds the loss of tokens with a negative advantage.
       baseline: "critic" computes advantages from values; "given" reads one advantage per row, computed by the host.
+      gae_over: the tokens that advantages are propagated over: actions, or all from the first action on (ablation).
       segments: how advantages cross a segment's seam.
       whiten: standardise advantages over the batch (moves the policy gradient to the boundary) or by running moments.
       kl: "smooth" shortens the step, "penalty" adds an adaptive penalty, "off" does neither.
@@ -30,11 +33,13 @@ class Choices:
       freeze: path patterns of critic parameters that stay fixed while the policy learns.
     """
 
-    policy_loss: Literal["dis", "ppo", "tis"] = "dis"
+    policy_loss: Literal["dis", "ppo", "tis", "gspo", "a3po"] = "dis"
     outside: Literal["clip", "mask", "mask_sign"] = "clip"
     denominator: Literal["action", "kept"] = "action"
+    sequence_mask: bool = False
     dual_clip: bool = False
     baseline: Literal["critic", "given"] = "critic"
+    gae_over: Literal["actions", "tokens"] = "actions"
     segments: Literal["independent", "carried"] = "independent"
     whiten: Literal["off", "batch", "running"] = "off"
     kl: Literal["smooth", "penalty", "off"] = "smooth"
@@ -60,6 +65,7 @@ class Numbers:
 
     band_low: float = 0.1
     band_high: float = 10.0
+    sequence_kl: float = 0.1
     dual_clip: float = 3.0
     gamma: float = 1.0
     critic_lambda: float = 1.0

@@ -36,7 +36,7 @@ MODES = {
     "policy": (False, True, False),  # at the boundary, from stored advantages
     "again": (False, False, True),  # a further pass of the critic over stored targets
 }
-SCALAR_FIELDS = ("length", "truncated", "lambda_", "advantage", "temperature")
+SCALAR_FIELDS = ("length", "truncated", "lambda_", "advantage", "staleness", "temperature")
 
 
 def adam(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
@@ -162,7 +162,7 @@ class Programs:
         shapes = {k: ((D, S, L), np.int32) for k in ("tokens", "segment_ids")}
         shapes["action_mask"] = ((D, S, L), bool)
         shapes |= {k: ((D, S, L), np.float32) for k in ("rollout_logp", "rewards", "values", "advantages", "targets")}
-        shapes |= {k: ((D, S), np.float32) for k in ("lambda_", "advantage")}
+        shapes |= {k: ((D, S), np.float32) for k in ("lambda_", "advantage", "staleness")}
         shapes |= {"length": ((D, S), np.int32), "truncated": ((D, S), bool)}
         on_mesh = jax.NamedSharding(self.mesh, P(sharding.AXIS))
         buffer = {k: jax.device_put(np.zeros(*spec), on_mesh) for k, spec in shapes.items()}
@@ -175,7 +175,7 @@ class Programs:
 
     @functools.cached_property
     def put(self):
-        """(buffer, device, slot, ints [3, L], floats [2, L], scalars [5]) -> buffer with that row in place."""
+        """(buffer, device, slot, ints [3, L], floats [2, L], scalars [6]) -> buffer with that row in place."""
 
         def place(buffer, device, slot, ints, floats, scalars):
             fields = dict(zip(INT_FIELDS, ints, strict=True)) | dict(zip(FLOAT_FIELDS, floats, strict=True))
@@ -229,7 +229,7 @@ class Programs:
                     total, sums = win.policy_terms(choices, numbers, scalars["kl_coef"], seen, logp, entropy)
                 if with_critic and choices.has_critic:
                     total += win.critic_loss(choices, numbers, seen, outputs)
-                    sums["critic_count"] = seen["action_mask"].sum().astype(jnp.float32)
+                    sums["critic_count"] = win.visited_tokens(choices, seen).sum().astype(jnp.float32)
                 if scored and choices.has_critic:
                     sums = sums | win.critic_sums(seen)
                 return total, (sums, fresh)

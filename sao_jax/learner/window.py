@@ -15,7 +15,7 @@ from sao_jax.models.config import ModelConfig
 from sao_jax.models.critic import prefix_values
 from sao_jax.models.decoder import bind
 from sao_jax.models.logprobs import next_token_logprobs
-from sao_jax.objectives import advantages, diagnostics, divergences, policy, value, weights
+from sao_jax.objectives import advantages, diagnostics, divergences, neighbours, policy, value, weights
 
 POLICY_SUMS = (
     "tokens", "policy_count", "pg_loss", "entropy", "kl", "logp_abs_diff", "ratio", "ratio_sq", "nonfinite",
@@ -40,6 +40,7 @@ def score(choices: Choices, numbers: dict, scalars: dict, rows: dict, outputs, l
         return {"advantages": jnp.where(mask, rows["advantage"][:, None], 0.0)}
     values, bootstrap = prefix_values(jax.lax.stop_gradient(outputs), rows["length"])
     bootstrap = jnp.where(rows["truncated"], bootstrap, 0.0)
+    visited = visited_tokens(choices, rows)
 
     def estimate(rewards, values, mask, segments, lambda_, bootstrap):
         return advantages.segmented_gae(
@@ -54,7 +55,7 @@ def score(choices: Choices, numbers: dict, scalars: dict, rows: dict, outputs, l
         )
 
     estimates = jax.vmap(estimate)
-    common = rows["rewards"], values, mask, rows["segment_ids"]
+    common = rows["rewards"], values, visited, rows["segment_ids"]
     raw, _ = estimates(*common, rows["lambda_"], bootstrap)
     if choices.critic_targets == "mc":
         _, targets = estimates(*common, jnp.broadcast_to(numbers["critic_lambda"], bootstrap.shape), bootstrap)
@@ -71,6 +72,15 @@ def score(choices: Choices, numbers: dict, scalars: dict, rows: dict, outputs, l
         spread = jnp.sqrt(jnp.maximum(scalars["adv_sq"] - jnp.square(scalars["adv_mean"]), 1e-8))
         used = jnp.where(mask, (raw - scalars["adv_mean"]) / spread, 0.0)
     return {"values": values, "advantages": used, "advantages_raw": raw, "targets": targets}
+
+
+def visited_tokens(choices: Choices, rows: dict) -> jax.Array:
+    """The tokens [R, L] that advantages are propagated over and values are fitted at."""
+    mask = rows["action_mask"]
+    if choices.gae_over == "actions":
+        return mask
+    begun = jnp.cumsum(mask, axis=1) > 0
+    return begun & (jnp.arange(mask.shape[1]) < rows["length"][:, None])
 
 
 def token_weights(choices: Choices, numbers: dict, logp, rollout_logp, advantage):
@@ -95,23 +105,28 @@ def policy_forward(config: ModelConfig, params: dict, rows: dict):
 def policy_terms(choices: Choices, numbers: dict, kl_coef, rows: dict, logp, entropy):
     """(loss sum, policy sums) of rows whose "advantages" are known; differentiable in `logp` [R, L]."""
     mask, rollout_logp, advantage = rows["action_mask"], rows["rollout_logp"], rows["advantages"]
+    band = {"low": numbers["band_low"], "high": numbers["band_high"]}
     if choices.policy_loss == "ppo":
-        loss_of = functools.partial(
-            policy.clipped_ratio_loss,
-            low=numbers["band_low"],
-            high=numbers["band_high"],
-            dual_clip=numbers["dual_clip"] if choices.dual_clip else None,
-        )
+        dual_clip = numbers["dual_clip"] if choices.dual_clip else None
+        loss_of = functools.partial(policy.clipped_ratio_loss, **band, dual_clip=dual_clip)
         losses, counts = jax.vmap(loss_of)(logp, rollout_logp, advantage, mask)
+    elif choices.policy_loss == "gspo":
+        losses, counts = jax.vmap(functools.partial(neighbours.gspo_loss, **band))(logp, rollout_logp, advantage, mask)
+    elif choices.policy_loss == "a3po":
+        proximal = jax.vmap(neighbours.interpolated_logp)(logp, rollout_logp, rows["staleness"])
+        loss_of = functools.partial(neighbours.decoupled_ppo_loss, **band)
+        losses, counts = jax.vmap(loss_of)(logp, proximal, rollout_logp, advantage, mask)
     else:
         ratio = token_weights(choices, numbers, logp, rollout_logp, advantage)
+        if choices.sequence_mask:
+            near = functools.partial(neighbours.sequence_mask, delta=numbers["sequence_kl"])
+            ratio *= jax.vmap(near)(logp, rollout_logp, mask)[:, None]
         loss_of = functools.partial(policy.policy_loss, denominator=choices.denominator)
         losses, counts = jax.vmap(loss_of)(logp, ratio, advantage, mask)
     loss = losses.sum()
     kl, _ = divergences.rollout_kl(rollout_logp, logp, mask)
     total = loss + kl_coef * kl if choices.kl == "penalty" else loss
-    low, high = numbers["band_low"], numbers["band_high"]
-    outside, tokens = diagnostics.band_counts(logp, rollout_logp, advantage, mask, low=low, high=high)
+    outside, tokens = diagnostics.band_counts(logp, rollout_logp, advantage, mask, **band)
     drift, _ = diagnostics.drift_sums(logp, rollout_logp, mask)
     sums = {
         "tokens": tokens,
@@ -131,7 +146,7 @@ def critic_loss(choices: Choices, numbers: dict, rows: dict, outputs):
         clipped = {"old_values": old, "clip": numbers["value_clip"]} if choices.value_clip else {}
         return value.value_loss(values, targets, mask, **clipped)[0]
 
-    return jax.vmap(loss)(values, rows["targets"], rows["action_mask"], rows["values"]).sum()
+    return jax.vmap(loss)(values, rows["targets"], visited_tokens(choices, rows), rows["values"]).sum()
 
 
 def critic_sums(rows: dict) -> dict:

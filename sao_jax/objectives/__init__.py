@@ -13,6 +13,15 @@ from sao_jax.objectives.divergences import (
     update_kl_coefficient,
 )
 from sao_jax.objectives.groups import check_group_sizes, group_advantages, groups_with_signal
+from sao_jax.objectives.neighbours import (
+    beta_tracker,
+    cispo_loss,
+    decoupled_ppo_loss,
+    gspo_loss,
+    icepop_loss,
+    interpolated_logp,
+    sequence_mask,
+)
 from sao_jax.objectives.policy import clipped_ratio_loss, policy_loss
 from sao_jax.objectives.rewards import soft_length_penalty
 from sao_jax.objectives.smoothing import interpolate, smooth_update, smooth_update_with_kl
@@ -35,10 +44,13 @@ from sao_jax.objectives.weights import (
 __all__ = [
     "band_counts",
     "band_from_offsets",
+    "beta_tracker",
     "categorical_kl",
     "check_group_sizes",
+    "cispo_loss",
     "clipped_ratio_loss",
     "corrected_returns",
+    "decoupled_ppo_loss",
     "drift_sums",
     "effective_sample_size",
     "entropy",
@@ -46,8 +58,11 @@ __all__ = [
     "gae",
     "group_advantages",
     "groups_with_signal",
+    "gspo_loss",
+    "icepop_loss",
     "importance_weights",
     "interpolate",
+    "interpolated_logp",
     "kl_divergence",
     "largest_ratio",
     "length_adaptive_lambda",
@@ -61,6 +76,7 @@ __all__ = [
     "rollout_kl",
     "scored_tokens",
     "segmented_gae",
+    "sequence_mask",
     "sequence_ratio",
     "smooth_update",
     "smooth_update_with_kl",

@@ -4,11 +4,14 @@
     agents.dispatch()                          # one burst for every live row
     for trajectory in agents.collect(): ...    # attempts that ended
 
-Fast environments answer on the calling thread. Others run on daemon threads, and an answer that takes longer than
-`env_timeout` seconds aborts the attempt; its thread is given up and replaced, so a hung environment costs nothing more.
+Fast environments answer on the calling thread, at once or, to study slow ones, after a simulated time. Others run on
+daemon threads, and an answer that takes longer than `env_timeout` seconds aborts the attempt; its thread is given up
+and replaced, so a hung environment costs nothing more.
 """
 
 import dataclasses
+import heapq
+import itertools
 import queue
 import threading
 import time
@@ -16,6 +19,7 @@ from collections.abc import Callable
 
 from sao_jax.data.protocols import Instance, TaskFamily
 from sao_jax.data.trajectory import NoActionError, Trajectory
+from sao_jax.rollout.clock import Clock
 from sao_jax.rollout.engine import Engine, Request
 from sao_jax.rollout.episode import Episode
 
@@ -32,6 +36,9 @@ class Failure:
 class Agents:
     """Runs episodes of one task family on one engine.
 
+    `simulated_seconds(rollout, task)`, if given, is how long the environment of an attempt takes over each action; the
+    time passes on `clock` alone. Environments must then be fast.
+
     Attributes:
       running: attempts under way.
     """
@@ -45,8 +52,10 @@ class Agents:
         limit_bootstrap: bool = False,
         env_workers: int = 8,
         env_timeout: float = 60.0,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock | None = None,
+        simulated_seconds: Callable[[int, str], float] | None = None,
     ):
+        clock = clock or Clock()
         self.engine, self.family = engine, family
         self._context, self._limit_bootstrap = context, limit_bootstrap
         self._episodes: dict[int, Episode] = {}
@@ -55,7 +64,14 @@ class Agents:
         self._oldest: dict[int, int] = {}  # weights version of the first sampled token
         self._outstanding = False
         self._ended: list[Episode] = []
-        self._calls = None if family.fast else _Calls(env_workers, env_timeout, clock)
+        if simulated_seconds is not None:
+            if not family.fast:
+                raise ValueError(
+                    f"simulated environment times need a task that answers at once; {family.name} does not"
+                )
+            self._calls = _Simulated(clock, simulated_seconds)
+        else:
+            self._calls = None if family.fast else _Calls(env_workers, env_timeout, time.monotonic)
         self.environment_s = 0.0
 
     @property
@@ -156,6 +172,29 @@ class Agents:
         if trajectory.end == "aborted":
             return Failure(episode.rollout, episode.attempt, trajectory.reason)
         return trajectory
+
+
+class _Simulated:
+    """Environment calls whose answers are held back until their drawn time has passed."""
+
+    def __init__(self, clock: Clock, seconds: Callable[[int, str], float]):
+        self._clock, self._seconds = clock, seconds
+        self._waiting: list = []
+        self._order = itertools.count()
+
+    def submit(self, episode: Episode, method: Callable) -> None:
+        seconds = self._seconds(episode.rollout, episode.task) if method.__name__ == "advance" else 0.0
+        heapq.heappush(self._waiting, (self._clock() + seconds, next(self._order), episode, method))
+
+    def answers(self, wait: float) -> list[tuple]:
+        """Answers that are due; with `wait` (nothing else is going on) time is passed until the first is."""
+        if wait and self._waiting:
+            self._clock.skip_to(self._waiting[0][0])
+        now, out = self._clock(), []
+        while self._waiting and self._waiting[0][0] <= now:
+            _, _, episode, method = heapq.heappop(self._waiting)
+            out.append((episode, method.__name__, method(), None))
+        return out
 
 
 class _Calls:

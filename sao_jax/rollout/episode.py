@@ -72,7 +72,7 @@ class Episode:
         self._family, self._instance = family, instance
         self._labels = dict(rollout=rollout, attempt=attempt, group=group, sample=sample, seed=seed)
         self._labels |= dict(task=instance.id, temperature=temperature)
-        self.rollout, self.attempt = rollout, attempt
+        self.rollout, self.attempt, self.task = rollout, attempt, instance.id
         self.budget = min(context, family.max_tokens)
         self.end: str | None = None
         self.reason = ""

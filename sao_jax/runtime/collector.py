@@ -42,6 +42,8 @@ class Collector:
         self._lost: dict[int, int] = {}
         self._dead_in_a_row = 0
         self._count, self._mean = 0, 0.0
+        self._tracked: dict[str, tuple[float, float, float]] = {}  # SPO: task -> successes, failures, drift then
+        self.drift = 0.0  # nats per token that the policy has moved, summed over updates
 
     @property
     def held(self) -> int:
@@ -54,19 +56,22 @@ class Collector:
             return [Ready(t)]
         if baseline == "running_mean":
             return [Ready(t, self._against_running_mean(t.total_reward))]
-        if baseline == "batch_mean":
+        if baseline in ("batch_mean", "spo"):
             members = self._groups.setdefault(0, [])
             members.append(t)
             if len(members) < self._config.batch_size:
                 return []
-            return self._release(self._groups.pop(0), "mean")
+            return self._release(self._groups.pop(0), baseline)
         self._groups.setdefault(t.group, []).append(t)
         return self._complete(t.group)
 
-    def prime(self, rewards: list[float]) -> None:
-        """Brings the running mean to where it was after these rewards."""
-        for reward in rewards:
-            self._against_running_mean(reward)
+    def prime(self, earlier: list[tuple[str, float]]) -> None:
+        """Brings the running mean, or the counts per task, to where they were after these (task, reward)."""
+        for task, reward in earlier:
+            if self._config.baseline == "spo":
+                self._against_task(task, reward)
+            else:
+                self._against_running_mean(reward)
 
     def lose(self, group: int) -> list[Ready | Dropped]:
         """A rollout of the group was dropped; the rest no longer waits for it."""
@@ -77,7 +82,7 @@ class Collector:
 
     def flush(self) -> list[Ready | Dropped]:
         """At the end of the data: what is still held is decided as it stands."""
-        kind = self._config.baseline if self._config.grouped else "mean"
+        kind = self._config.baseline
         decided = []
         for group in list(self._groups):
             decided += self._decide(self._groups.pop(group), kind)
@@ -112,8 +117,18 @@ class Collector:
     def _release(self, members: list[Trajectory], kind: str) -> list[Ready]:
         """Members of one group in a fixed order, whatever order they finished in."""
         members = sorted(members, key=lambda t: t.rollout)
-        advantages = group_advantages_on_host(np.array([t.total_reward for t in members]), kind)
+        if kind == "spo":
+            advantages = standardised(np.array([self._against_task(t.task, t.total_reward) for t in members]))
+        else:
+            advantages = group_advantages_on_host(np.array([t.total_reward for t in members]), kind)
         return [Ready(t, float(a)) for t, a in zip(members, advantages, strict=True)]
+
+    def _against_task(self, task: str, reward: float) -> float:
+        """SPO's tracker, see `sao_jax.objectives.neighbours.beta_tracker`; a task begins at one success of two."""
+        a, b, then = self._tracked.get(task, (1.0, 1.0, self.drift))
+        rho = min(1.0, max(0.5, 2.0 ** (-(self.drift - then) / 0.06)))
+        self._tracked[task] = (rho * a + reward, rho * b + 1.0 - reward, self.drift)
+        return reward - a / (a + b)
 
     def _against_running_mean(self, reward: float) -> float:
         """r - mean of the rewards before it (an exponential mean over about 1000, a plain one until then)."""
@@ -121,6 +136,11 @@ class Collector:
         self._count += 1
         self._mean += (reward - self._mean) / min(self._count, 1000)
         return advantage
+
+
+def standardised(x: np.ndarray) -> np.ndarray:
+    """(x - mean) / population std, 0 where all are equal."""
+    return (x - x.mean()) / (x.std() + 1e-8) if x.max() > x.min() else np.zeros_like(x)
 
 
 def group_advantages_on_host(rewards: np.ndarray, kind: str) -> np.ndarray:

@@ -36,6 +36,8 @@ class RunConfig:
     """Token budget of a whole trajectory, prompt included; default and upper bound: the task's own."""
     n_samples_per_prompt: int | None = None
     """Rollouts per task instance: 1, or the group size of a group baseline."""
+    train_tasks: int | None = None
+    """Distinct training instances, taken in turn (default: no instance is seen twice)."""
     max_staleness: int | None = None
     """S: at most (S + 1) x batch rollouts are admitted and not yet trained (1)."""
     over_stale: Literal["train", "drop", "wait"] = "train"
@@ -46,6 +48,11 @@ class RunConfig:
     """What happens to the KV cache of unfinished rows when new weights arrive."""
     publish_every: int = 1
     """Updates between publications of the weights to the sampler."""
+    env_seconds: float | None = None
+    """Median of simulated environment times, drawn per task from a lognormal; waits are counted on the run's clock
+    (`clock_s` in the metrics) and not slept through."""
+    env_sigma: float | None = None
+    """Standard deviation of the logarithm of simulated environment times (1.29: p99 is 20 times the median)."""
     env_workers: int = 8
     """Threads for environments that are not declared fast."""
     env_timeout: float = 60.0
@@ -54,8 +61,9 @@ class RunConfig:
     """Attempts at a rollout whose environment failed before it is dropped."""
 
     # -- objective
-    policy_loss: Literal["dis", "ppo", "tis"] | None = None
-    """Double-sided importance weights, PPO's clipped ratio, or weights truncated from above."""
+    policy_loss: Literal["dis", "ppo", "tis", "gspo", "a3po"] | None = None
+    """Double-sided importance weights; PPO's clipped ratio, per token (ppo), per sequence (gspo) or against a proximal
+    policy (a3po); or weights truncated from above (tis)."""
     outside: Literal["clip", "mask", "mask_sign"] | None = None
     """Weights outside the band: clamped to the edge, zero, or zero where they push further out (dis only)."""
     band: str | None = None
@@ -66,10 +74,12 @@ class RunConfig:
     """The band as offsets: its upper end is 1 + eps_high."""
     denominator: Literal["action", "kept"] | None = None
     """What the policy loss is divided by: all action tokens, or those inside the band (dis and tis)."""
+    sequence_kl: float | None = None
+    """Sequences whose mean KL(rollout || current) is above this weigh nothing (dis only)."""
     dual_clip: float | None = None
     """Bound on the loss of tokens with a negative advantage, above 1 (ppo only)."""
-    baseline: Literal["critic", "grpo", "dr_grpo", "rloo", "batch_mean", "running_mean"] | None = None
-    """Where advantages come from: a critic, the rollout's group, its batch, or a running mean."""
+    baseline: Literal["critic", "grpo", "dr_grpo", "rloo", "batch_mean", "running_mean", "spo"] | None = None
+    """Where advantages come from: a critic, the rollout's group, its batch, a running mean, or a count per task."""
     drop_dead_groups: bool | None = None
     """Groups with equal rewards are dropped and refilled (group baselines; default on)."""
     max_dead_groups: int = 200
@@ -82,6 +92,8 @@ class RunConfig:
     """alpha of the length-adaptive lambda (1.5)."""
     critic_lambda: float | None = None
     """Lambda of the critic's targets (1)."""
+    gae_over: Literal["actions", "tokens"] | None = None
+    """Propagate advantages over action tokens only, or over observations too (an ablation; critic only)."""
     segment_steps: int = 100
     """Steps per segment."""
     segments: Literal["independent", "carried"] | None = None
@@ -195,13 +207,15 @@ class RunConfig:
             "max_staleness": 1,
             "drop_dead_groups": True if grouped else None,
             "outside": "clip" if config.policy_loss == "dis" else None,
-            "denominator": "action" if config.policy_loss != "ppo" else None,
+            "denominator": "action" if config.policy_loss in ("dis", "tis") else None,
             "kl_target": 0.05 if config.kl != "off" else None,
             "kl_step": 0.1 if config.kl == "penalty" else None,
+            "env_sigma": 1.29 if config.env_seconds is not None else None,
             "lambda_alpha": 1.5 if critic and config.lambd is None else None,
         }
         if critic:
             defaults |= {
+                "gae_over": "actions",
                 "segments": "independent",
                 "whiten": "off",
                 "critic_targets": "mc",
@@ -253,6 +267,7 @@ class RunConfig:
         if self.has_critic:
             frozen = () if self.freeze_critic == "none" else tuple(self.freeze_critic.split(","))
             critic = dict(
+                gae_over=self.gae_over,
                 segments=self.segments,
                 whiten=self.whiten,
                 critic_targets=self.critic_targets,
@@ -265,6 +280,7 @@ class RunConfig:
             policy_loss=self.policy_loss,
             outside=self.outside or "clip",
             denominator=self.denominator or "action",
+            sequence_mask=self.sequence_kl is not None,
             dual_clip=self.dual_clip is not None,
             baseline="critic" if self.has_critic else "given",
             kl=self.kl,
@@ -276,6 +292,7 @@ class RunConfig:
         return Numbers(
             band_low=low,
             band_high=high,
+            sequence_kl=self.sequence_kl or 0.1,
             dual_clip=self.dual_clip or 3.0,
             gamma=self.gamma,
             critic_lambda=self.critic_lambda or 0.0,
@@ -332,7 +349,7 @@ PRESETS = {
 
 # Options that mean nothing without a critic.
 CRITIC_ONLY = (
-    "lambd", "lambda_alpha", "critic_lambda", "segments", "whiten", "critic_targets", "critic_update",
+    "lambd", "lambda_alpha", "critic_lambda", "gae_over", "segments", "whiten", "critic_targets", "critic_update",
     "critic_steps_per_actor", "value_clip", "freeze_critic", "critic_lr", "critic_grad_clip", "preheat_rollouts",
     "preheat_from", "preheat_epochs", "num_critic_only_steps",
 )  # fmt: skip
@@ -371,7 +388,9 @@ def check_effects(config: RunConfig) -> None:
     ]
     rules += [
         ("outside", loss == "dis", "--policy-loss dis"),
-        ("denominator", loss != "ppo", "--policy-loss dis or tis"),
+        ("denominator", loss in ("dis", "tis"), "--policy-loss dis or tis"),
+        ("sequence_kl", loss == "dis", "--policy-loss dis"),
+        ("env_sigma", config.env_seconds is not None, "--env-seconds"),
         ("dual_clip", loss == "ppo", "--policy-loss ppo"),
         ("drop_dead_groups", grouped, "a group baseline (grpo, dr_grpo, rloo)"),
         (
@@ -405,11 +424,13 @@ def check_values(config: RunConfig) -> None:
         "demonstrations": 1, "preheat_rollouts": 0, "preheat_epochs": 1, "num_critic_only_steps": 0,
         "critic_steps_per_actor": 1, "n_samples_per_prompt": 1, "eval_every": 0, "eval_tasks": 1, "checkpoint_every": 1,
         "keep_checkpoints": 1, "lr_warmup": 0, "micro_rows": 1, "devices": 1, "max_dead_groups": 1, "max_tokens": 2,
+        "train_tasks": 1, "env_sigma": 0.0,
         "lr": 0.0, "critic_lr": 0.0, "weight_decay": 0.0, "kl_step": 0.0, "seed": 0,
     }  # fmt: skip
     above = {
         "temperature": 0.0, "grad_clip": 0.0, "critic_grad_clip": 0.0, "kl_target": 0.0, "warm_start_lr": 0.0,
         "adam_eps": 0.0, "env_timeout": 0.0, "value_clip": 0.0, "dual_clip": 1.0, "lambda_alpha": 0.0,
+        "env_seconds": 0.0, "sequence_kl": 0.0,
     }  # fmt: skip
     unit = ("gamma", "lambd", "critic_lambda", "adam_b1", "adam_b2")
     for field in dataclasses.fields(config):
@@ -434,7 +455,9 @@ def check_values(config: RunConfig) -> None:
         raise ValueError(f"--n-samples-per-prompt is {n}; baseline {config.baseline} needs groups of at least 2")
     if config.grouped and config.batch_size % n:
         raise ValueError(f"--batch-size {config.batch_size} is not a multiple of --n-samples-per-prompt {n}")
-    if config.baseline == "batch_mean" and config.batch_size < 2:
-        raise ValueError("baseline batch_mean needs --batch-size of at least 2")
+    if config.baseline in ("batch_mean", "spo") and config.batch_size < 2:
+        raise ValueError(f"baseline {config.baseline} needs --batch-size of at least 2")
+    if config.baseline == "spo" and config.train_tasks is None:
+        raise ValueError("baseline spo keeps a count per task; it needs --train-tasks, so that tasks come back")
     if config.forced_staleness is not None and config.over_stale != "train":
         raise ValueError("--forced-staleness holds trajectories on purpose; --over-stale must be train")

@@ -149,17 +149,22 @@ class Loop:
                 # A group that has begun is completed, or those that wait for it would wait for ever.
                 if room - len(started) <= 0 and self._next % n == 0:
                     break
-                instance = self.run.family.instance("train", self._next // n)
+                instance = self._instance(self._next)
                 ledger.admit(self._next, instance.id, self._next // n, self._next % n)
                 started.append(self._next)
                 self._next += 1
         for rollout in started:
             self._start(rollout, 0)
 
+    def _instance(self, rollout: int):
+        """The training instance of a rollout; members of a group share theirs."""
+        index, distinct = rollout // self.config.n_samples_per_prompt, self.config.train_tasks
+        return self.run.family.instance("train", index % distinct if distinct else index)
+
     def _start(self, rollout: int, attempt: int) -> None:
         n = self.config.n_samples_per_prompt
         self.run.agents.start(
-            self.run.family.instance("train", rollout // n),
+            self._instance(rollout),
             rollout=rollout,
             attempt=attempt,
             group=rollout // n,
@@ -176,6 +181,7 @@ class Loop:
         if not ended and not self._ready and not idle and not last:
             return []
         restart = []
+        self._collector.drift = self.metrics.drift
         with self.run.ledger.transaction():
             self._write_schedule()
             for item in ended:
@@ -317,7 +323,7 @@ class Loop:
         if kind == "arrive":
             rollout = payload["rollout"]
             t = self._rows.pop(rollout, None) or self.run.trajectory(rollout)
-            learner.put(self.row(t, payload["advantage"]))
+            learner.put(self.row(t, payload["advantage"], max(0, learner.version - t.oldest_version)))
         elif kind == "accumulate":
             learner.accumulate()
         elif kind == "update":
@@ -355,14 +361,19 @@ class Loop:
             position, updates = self._boundary
             self.run.save(position=position, updates=updates, stage="rl")
 
-    def row(self, t: Trajectory, advantage: float = 0.0) -> dict[str, np.ndarray]:
+    def row(self, t: Trajectory, advantage: float = 0.0, stale: int = 0) -> dict[str, np.ndarray]:
         config = self.config
         lambda_ = config.lambd
         if lambda_ is None:
             # `length_adaptive_lambda`; a device call for one number would cost more than the row itself.
             lambda_ = 1.0 - 1.0 / max((config.lambda_alpha or 1.5) * t.num_action_tokens, 1.0)
         return make_row(
-            t, length=self.run.context, steps_per_segment=config.segment_steps, lambda_=lambda_, advantage=advantage
+            t,
+            length=self.run.context,
+            steps_per_segment=config.segment_steps,
+            lambda_=lambda_,
+            advantage=advantage,
+            staleness=stale,
         )
 
     # ---- resume
@@ -418,9 +429,9 @@ class Loop:
         ledger = self.run.ledger
         waiting = [r for r in ledger.finished() if r.id not in arrived]
         wanted = {r.id for r in waiting}
-        if self.config.baseline == "running_mean":
-            done = [e.payload for e in ledger.events(kinds=("finish",))]
-            self._collector.prime([p["reward"] for p in done if p["rollout"] not in wanted])
+        if self.config.baseline in ("running_mean", "spo"):
+            done = [e.payload for e in ledger.events(kinds=("finish",)) if e.payload["rollout"] not in wanted]
+            self._collector.prime([(self._instance(p["rollout"]).id, p["reward"]) for p in done])
         groups = {r.group for r in waiting} if self.config.grouped else set()
         members = ledger.members(groups) if groups else waiting
         with ledger.transaction():

@@ -55,6 +55,7 @@ class LoopMetrics:
         self._successes: collections.deque[float] = collections.deque(maxlen=512)
         self._since = time.monotonic()
         self.trained = 0
+        self.drift = 0.0  # nats per token that the policy has moved, summed over the updates fetched so far
         self.compiled = run.compiles.count
 
     def note(self, line: str) -> None:
@@ -104,6 +105,7 @@ class LoopMetrics:
         host = {
             "stage": "critic_only" if critic_only else "rl",
             "time_s": self._run.seconds(),
+            "clock_s": self._run.clock(),
             "version": version,
             "rollouts": self.trained,
             **_host_metrics(batch),
@@ -138,6 +140,8 @@ class LoopMetrics:
         self._latency = []
         line = host | device | latency
         self._run.log.write(version, line)
+        kl = line.get("actor/kl_after", line["actor/ppo_kl"])
+        self.drift += max(kl, 0.0) / (1.0 + line.get("async/staleness_mean", 0.0))
         if line["actor/skipped_windows"]:
             self.note(f"update {version}: {line['actor/skipped_windows']:.0f} windows skipped, gradient not finite")
         self._display.advance(

@@ -1,8 +1,11 @@
 """One run: a folder, and the objects that work on it, put together."""
 
 import dataclasses
+import functools
 import json
+import math
 import pathlib
+import random
 import time
 
 import jax
@@ -15,10 +18,12 @@ from sao_jax.learner.layout import Layout
 from sao_jax.learner.learner import Learner
 from sao_jax.models.decoder import init_params
 from sao_jax.rollout.agents import Agents
+from sao_jax.rollout.clock import Clock
 from sao_jax.rollout.engine import Engine
 from sao_jax.runtime.checkpoints import Checkpoints
 from sao_jax.runtime.config import RunConfig
 from sao_jax.runtime.devices import CompileCounter, data_mesh
+from sao_jax.runtime.evaluation import FIRST_ID
 from sao_jax.runtime.fingerprint import differences, fingerprint
 from sao_jax.runtime.ledger import Ledger, LedgerError
 from sao_jax.runtime.metrics import MetricsLog, StageTimer
@@ -43,6 +48,7 @@ class Run:
     checkpoints: Checkpoints
     log: MetricsLog
     compiles: CompileCounter
+    clock: Clock
     timer: StageTimer = dataclasses.field(default_factory=StageTimer)
     started: float = dataclasses.field(default_factory=time.monotonic)
 
@@ -52,7 +58,7 @@ class Run:
     def save(self, **meta) -> None:
         """A checkpoint of the learner, which must be at a boundary."""
         with self.timer("checkpoint"):
-            meta = {"version": self.learner.version, "time_s": self.seconds()} | meta
+            meta = {"version": self.learner.version, "time_s": self.seconds(), "clock_s": self.clock()} | meta
             self.checkpoints.save(self.checkpoints.next_step(), self.learner.state, meta)
 
     def trajectory(self, rollout: int) -> Trajectory:
@@ -95,7 +101,10 @@ def make_engine(config: RunConfig, family: TaskFamily, context: int, learner: Le
     )
 
 
-def make_agents(config: RunConfig, family: TaskFamily, context: int, engine: Engine) -> Agents:
+def make_agents(
+    config: RunConfig, family: TaskFamily, context: int, engine: Engine, clock: Clock | None = None
+) -> Agents:
+    simulated = None if config.env_seconds is None or clock is None else functools.partial(simulated_seconds, config)
     return Agents(
         engine,
         family,
@@ -103,7 +112,16 @@ def make_agents(config: RunConfig, family: TaskFamily, context: int, engine: Eng
         limit_bootstrap=config.limit_bootstrap,
         env_workers=config.env_workers,
         env_timeout=config.env_timeout,
+        clock=clock,
+        simulated_seconds=simulated,
     )
+
+
+def simulated_seconds(config: RunConfig, rollout: int, task: str) -> float:
+    """Time an environment takes over an action: lognormal, a function of run seed and task. Evaluations are exempt."""
+    if rollout >= FIRST_ID:
+        return 0.0
+    return config.env_seconds * math.exp(config.env_sigma * random.Random(f"{config.seed}/{task}").gauss(0.0, 1.0))
 
 
 def restored_policy(config: RunConfig, folder: pathlib.Path, learner: Learner) -> tuple[dict, int]:
@@ -145,7 +163,8 @@ def open_run(
     mesh = data_mesh(config.devices)
     learner = make_learner(config, family, context, mesh)
     engine = make_engine(config, family, context, learner)
-    agents = make_agents(config, family, context, engine)
+    clock = Clock()
+    agents = make_agents(config, family, context, engine, clock)
     folder.mkdir(parents=True, exist_ok=True)
     if source is None:
         path = folder / "ledger.sqlite"
@@ -174,7 +193,7 @@ def open_run(
     )
     _check_fingerprint(folder)
     return Run(
-        config, folder, family, context, mesh, learner, engine, agents, store, ledger, checkpoints, log, compiles
+        config, folder, family, context, mesh, learner, engine, agents, store, ledger, checkpoints, log, compiles, clock
     )
 
 

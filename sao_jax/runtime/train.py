@@ -91,12 +91,14 @@ class Stages:
         """(position in the log, updates) from which to go on."""
         run = self.run
         if newest is None:
-            self._start()
+            with run.clock.stopped():
+                self._start()
             run.save(position=0, updates=0, stage="start")
             return 0, 0
         state, meta = run.checkpoints.restore(newest, run.learner.programs.abstract_state())
         run.learner.load(state, meta["version"])
         run.started -= meta["time_s"]
+        run.clock.restore(meta["clock_s"])
         self.display.note(f"resumed at version {meta['version']} from checkpoint {newest}")
         return meta["position"], meta["updates"]
 
@@ -201,9 +203,10 @@ class Stages:
         run = self.run
         start, before = time.monotonic(), run.compiles.count
         self.display.stage("compiling", 1, "")
-        sampler = run.engine.warm_up()
         blank = blank_row(run.context)
-        learner = run.learner.warm_up(blank, preheat=self._preheats or bool(self.config.num_critic_only_steps))
+        with run.clock.stopped():
+            sampler = run.engine.warm_up()
+            learner = run.learner.warm_up(blank, preheat=self._preheats or bool(self.config.num_critic_only_steps))
         self.metrics.mark_compiled()
         self.display.advance(1)
         line = {"stage": "compile", "time_s": run.seconds(), "programs": run.compiles.count - before}
@@ -222,7 +225,7 @@ class Stages:
         """One held-out evaluation; attempts of the loop that end meanwhile are digested by the loop's next turn."""
         run, config = self.run, self.config
         self._evaluated_at = version
-        with run.timer("eval"):
+        with run.timer("eval"), run.clock.stopped():
             result = evaluate(
                 run.agents,
                 count or config.eval_tasks,
@@ -241,7 +244,8 @@ class Stages:
             "eval/greedy": greedy,
             "eval/reward": float(np.mean(result.rewards)),
         }
-        line = {"stage": "eval", "time_s": run.seconds(), "version": version, "rollouts": self.metrics.trained}
+        line = {"stage": "eval", "time_s": run.seconds(), "clock_s": run.clock(), "version": version}
+        line["rollouts"] = self.metrics.trained
         run.log.write(version, line | figures)
         how = "greedy" if greedy else "sampled"
         self.display.note(

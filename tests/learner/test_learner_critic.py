@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import (
+    LENGTH,
     MODEL,
     assert_close,
     gradients,
@@ -241,3 +242,21 @@ def test_a_token_outside_the_band_cuts_the_trace_of_its_target(corrected_learner
     if len(at) > 1:
         expected = row["rewards"][at[-2]] + GAMMA * values[at[-1]]
         assert targets[at[-2]] == pytest.approx(expected, abs=1e-5)
+
+
+def test_over_all_tokens_the_recursion_and_the_fit_visit_observations_too():
+    learner = restart(make_learner(Choices(kl="off", gae_over="tokens", freeze=())), **NUMBERS)
+    rows = random_rows(3, learner.layout.batch)
+    critic, values = host(learner.state["critic"]), values_of(learner.state["critic"], rows)
+    visited = [
+        row | {"action_mask": (np.cumsum(row["action_mask"]) > 0) & (np.arange(LENGTH) < row["length"])} for row in rows
+    ]
+    assert any(np.any(v["action_mask"] != r["action_mask"]) for v, r in zip(visited, rows, strict=True))
+    batch = stack_rows(rows)
+    ends = np.asarray(prefix_values(critic_outputs(MODEL, critic, batch["tokens"]), batch["length"])[1])
+    targets = np.stack([returns_of(*item) for item in zip(visited, values, ends, strict=True)])
+    expected = critic_gradient(critic, visited, targets)
+    put_all(learner, rows).accumulate()
+    count = metric_sums(learner)["critic_count"]
+    assert count == sum(v["action_mask"].sum() for v in visited)
+    assert_close(jax.tree.map(lambda g: g / count, gradients(learner, "critic")), expected)

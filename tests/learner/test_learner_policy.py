@@ -25,6 +25,7 @@ from sao_jax.learner.objective import Choices, Numbers
 from sao_jax.learner.programs import adam, divide, optimizer_step
 from sao_jax.models.decoder import bind
 from sao_jax.models.logprobs import next_token_logprobs
+from sao_jax.objectives import importance_weights, neighbours, policy_loss
 
 LOW, HIGH, DUAL = 0.6, 1.7, 3.0
 NUMBERS = dict(band_low=LOW, band_high=HIGH, dual_clip=DUAL, lr=0.05, adam_eps=1e-3, grad_clip=0.5)
@@ -248,3 +249,55 @@ def test_calls_out_of_order_are_refused():
         type(learner)(
             MODEL, learner.choices, Numbers(), type(learner.layout).fit(8, 12, 2), learner.mesh, learner.start["policy"]
         )
+
+
+# -- neighbours --------------------------------------------------------------------------------------------------------
+
+
+def neighbour_loss(name, logp, row):
+    mu, mask, advantage = row["rollout_logp"], row["action_mask"], jnp.full(logp.shape, row["advantage"])
+    if name == "gspo":
+        return neighbours.gspo_loss(logp, mu, advantage, mask, low=LOW, high=HIGH)
+    if name == "a3po":
+        proximal = neighbours.interpolated_logp(logp, mu, row["staleness"])
+        return neighbours.decoupled_ppo_loss(logp, proximal, mu, advantage, mask, low=LOW, high=HIGH)
+    weights = importance_weights(logp, mu, low=LOW, high=HIGH, outside="mask")
+    weights *= neighbours.sequence_mask(logp, mu, mask, delta=SEQUENCE_KL)
+    return policy_loss(logp, weights, advantage, mask)
+
+
+SEQUENCE_KL = 0.5
+NEIGHBOURS = {
+    "gspo": Choices(policy_loss="gspo", baseline="given", kl="off"),
+    "a3po": Choices(policy_loss="a3po", baseline="given", kl="off"),
+    "sequence": Choices(outside="mask", sequence_mask=True, baseline="given", kl="off"),
+}
+
+
+@pytest.mark.parametrize("name", NEIGHBOURS)
+def test_a_neighbours_gradient_is_that_of_its_function(name):
+    learner = restart(make_learner(NEIGHBOURS[name]), **NUMBERS | {"sequence_kl": SEQUENCE_KL})
+    rows = rows_with_ratios()
+    for age, row in enumerate(rows):
+        row["staleness"] = np.float32(age)
+    policy = host(learner.state["policy"])
+    batch = stack_rows(rows)
+
+    @jax.jit
+    def loss(policy):
+        model = bind(MODEL, policy)
+        logp, _ = next_token_logprobs(model(batch["tokens"]), model.head(), batch["tokens"], batch["temperature"])
+        totals, counts = jax.vmap(lambda p, row: neighbour_loss(name, p, row))(logp, batch)
+        return totals.sum() / counts.sum()
+
+    put_all(learner, rows).accumulate()
+    count = metric_sums(learner)["policy_count"]
+    got = jax.tree.map(lambda g: g / count, gradients(learner))
+    assert max(np.abs(g).max() for g in jax.tree.leaves(got)) > 1e-3
+    assert_close(got, host(jax.grad(loss)(policy)))
+    if name == "sequence":
+        near = [
+            float(neighbours.sequence_mask(p, r["rollout_logp"], r["action_mask"], delta=SEQUENCE_KL))
+            for p, r in zip(policy_logp(policy, rows), rows, strict=True)
+        ]
+        assert 0 < sum(near) < len(near), "every sequence, or none, is near"

@@ -1,3 +1,5 @@
+import dataclasses
+
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
@@ -5,6 +7,7 @@ import pytest
 from helpers import random_trajectory
 
 import sao_jax as sao
+from sao_jax.objectives import beta_tracker
 from sao_jax.runtime.collector import Collector, DeadGroupsError, Dropped, Ready
 from sao_jax.runtime.config import RunConfig
 
@@ -161,5 +164,29 @@ def test_running_mean_is_of_the_rewards_before():
     got = advantages(add_all(c, finished(rewards)))
     assert got == pytest.approx({0: 0.0, 1: -1.0, 2: 1.5, 3: 0.0})
     resumed = fresh()
-    resumed.prime(rewards[:2])
+    resumed.prime([("", r) for r in rewards[:2]])
     assert advantages(add_all(resumed, finished(rewards)[2:])) == pytest.approx({2: 1.5, 3: 0.0})
+
+
+def test_spo_is_the_tracker_standardised_over_the_batch():
+    config = RunConfig(baseline="spo", kl="off", train_tasks=2, batch_size=4).resolved()
+    rewards, tasks = [1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0], ["x", "y"] * 4
+    trajectories = [t for r, task in zip(rewards, tasks, strict=True) for t in finished([r], task=task)]
+    trajectories = [dataclasses.replace(t, rollout=i) for i, t in enumerate(trajectories)]
+    c, expected, kl = Collector(config), {}, {"x": 0.0, "y": 0.0}
+    counts = {"x": (1.0, 1.0), "y": (1.0, 1.0)}
+    got = {}
+    for batch in (range(4), range(4, 8)):
+        c.drift = 0.03 * (batch.start > 0)
+        got |= advantages(add_all(c, [trajectories[i] for i in batch]))
+        raw = []
+        for i in batch:
+            advantage, *counts[tasks[i]] = beta_tracker(*counts[tasks[i]], rewards[i], kl=c.drift - kl[tasks[i]])
+            kl[tasks[i]] = c.drift
+            raw.append(float(advantage))
+        expected |= dict(zip(batch, (np.array(raw) - np.mean(raw)) / np.std(raw), strict=True))
+    assert got == pytest.approx(expected, abs=1e-5)
+    resumed = Collector(config)
+    resumed.prime(list(zip(tasks[:4], rewards[:4], strict=True)))
+    first_again = advantages(add_all(resumed, trajectories[4:]))
+    assert np.sign([first_again[i] for i in range(4, 8)]).tolist() == np.sign([got[i] for i in range(4, 8)]).tolist()

@@ -1,0 +1,57 @@
+import pytest
+from helpers import Tiny
+from test_agents import ScriptedEngine, run
+
+from sao_jax.rollout.agents import Agents
+from sao_jax.rollout.clock import Clock
+
+
+class Hand:
+    """A real clock moved by hand."""
+
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_skipped_and_stopped_time():
+    hand = Hand()
+    clock = Clock(hand)
+    hand.now += 2.0
+    assert clock() == 2.0
+    clock.skip_to(5.0)
+    clock.skip_to(1.0)  # past: nothing to skip
+    hand.now += 1.0
+    assert clock() == 6.0
+    with clock.stopped():
+        hand.now += 50.0
+    assert clock() == 6.0
+    clock.restore(3.0)
+    hand.now += 1.0
+    assert clock() == 4.0
+
+
+def test_simulated_times_pass_on_the_clock_alone_and_order_the_answers():
+    family, hand = Tiny(turns=2), Hand()
+    clock = Clock(hand)
+    seconds = {0: 30.0, 1: 10.0}
+    agents = Agents(
+        ScriptedEngine(family),
+        family,
+        context=10,
+        clock=clock,
+        simulated_seconds=lambda rollout, task: seconds[rollout],
+    )
+    for rollout in (0, 1):
+        agents.start(family.instance("train", rollout), rollout=rollout)
+    ended = run(agents)
+    assert [t.rollout for t in ended] == [1, 0]
+    assert clock() == 60.0, "two actions of the slow attempt; the quick one's 20 s lie within"
+    assert hand.now == 100.0
+
+
+def test_slow_environments_have_times_of_their_own():
+    family = Tiny(wait=0.1)
+    with pytest.raises(ValueError, match="simulated environment times need a task that answers at once; tiny does not"):
+        Agents(ScriptedEngine(family), family, context=10, simulated_seconds=lambda *_: 1.0)
