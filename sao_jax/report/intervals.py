@@ -2,6 +2,9 @@
 
 import math
 import statistics
+from collections.abc import Sequence
+
+from scipy import stats
 
 
 def wilson(successes: float, n: int, confidence: float = 0.95) -> tuple[float, float]:
@@ -34,3 +37,19 @@ def wilson(successes: float, n: int, confidence: float = 0.95) -> tuple[float, f
     low = 0.0 if successes == 0 else max(0.0, centre - half)
     high = 1.0 if successes == n else min(1.0, centre + half)
     return low, high
+
+
+def mean_interval(sample: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
+    """(mean, low, high): mean +- t * s / sqrt(n) with Student's t of n - 1 degrees; bounds are NaN for n < 2.
+
+    Values that are NaN are left out.
+    """
+    sample = [float(x) for x in sample if not math.isnan(x)]
+    n = len(sample)
+    if n == 0:
+        return math.nan, math.nan, math.nan
+    mean = statistics.fmean(sample)
+    if n == 1:
+        return mean, math.nan, math.nan
+    half = float(stats.t.ppf((1 + confidence) / 2, n - 1)) * statistics.stdev(sample) / math.sqrt(n)
+    return mean, mean - half, mean + half

@@ -21,7 +21,7 @@ class RunConfig:
     seed: int = 0
     """Seed of everything drawn in the run."""
     rollouts: int = 12_000
-    """RL rollouts to train on; preheating rollouts come on top and are reported."""
+    """RL rollouts to train on (0: stop before RL); preheating rollouts come on top and are reported."""
     batch_size: int = 64
     """Trajectories per update; 1 is allowed."""
 
@@ -419,7 +419,7 @@ def check_effects(config: RunConfig) -> None:
 def check_values(config: RunConfig) -> None:
     """Raises ValueError naming the first flag of a resolved configuration that is out of range."""
     at_least = {
-        "rollouts": 1, "batch_size": 1, "slots": 1, "burst": 1, "publish_every": 1, "env_workers": 1, "max_attempts": 1,
+        "rollouts": 0, "batch_size": 1, "slots": 1, "burst": 1, "publish_every": 1, "env_workers": 1, "max_attempts": 1,
         "segment_steps": 1, "max_staleness": 0, "forced_staleness": 0, "warm_start_steps": 0, "warm_start_batch": 1,
         "demonstrations": 1, "preheat_rollouts": 0, "preheat_epochs": 1, "num_critic_only_steps": 0,
         "critic_steps_per_actor": 1, "n_samples_per_prompt": 1, "eval_every": 0, "eval_tasks": 1, "checkpoint_every": 1,

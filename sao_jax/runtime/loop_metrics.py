@@ -70,10 +70,10 @@ class LoopMetrics:
     # ---- what happens to trajectories
 
     def finished(self, t: Trajectory) -> None:
-        self._finished_at[t.rollout] = time.monotonic()
+        self._finished_at[t.rollout] = self._run.clock()
 
     def arrived(self, t: Trajectory, stale: int) -> None:
-        now, b = time.monotonic(), self._batch
+        now, b = self._run.clock(), self._batch
         ended = self._finished_at.pop(t.rollout, now)
         b.rewards.append(t.total_reward)
         b.lengths.append(t.num_action_tokens)
@@ -117,7 +117,7 @@ class LoopMetrics:
         self._waiting = (version, sums, host)
 
     def published(self) -> None:
-        now = time.monotonic()
+        now = self._run.clock()
         self._latency += [now - ended for ended in self._unpublished]
         self._unpublished = []
 

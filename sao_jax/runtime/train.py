@@ -245,7 +245,9 @@ class Stages:
             "eval/reward": float(np.mean(result.rewards)),
         }
         line = {"stage": "eval", "time_s": run.seconds(), "clock_s": run.clock(), "version": version}
-        line["rollouts"] = self.metrics.trained
+        counts = run.ledger.counts()
+        # What the result has cost: preheating and dropped rollouts included, those under way not.
+        line |= {"rollouts": self.metrics.trained, "sampled": counts["handed_out"] - counts["running"]}
         run.log.write(version, line | figures)
         how = "greedy" if greedy else "sampled"
         self.display.note(

@@ -1,0 +1,118 @@
+"""What the ablations compare: methods and presets, as data. A new one is a few lines here."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+# One cell of the headline preset, in flags of experiments.train. Preheating rollouts are part of the budget.
+BASE = dict(
+    task="calculator",
+    batch_size=64,
+    eval_every=8,
+    eval_tasks=256,
+    env_seconds=0.1,
+    env_sigma=1.29,
+    checkpoint_every=1_000_000,
+    keep_checkpoints=1,
+)
+BUDGET = 4096
+PREHEAT = 512
+
+# SAO in the form that is compared, and what each method changes. Learning rates: see results/tune.
+SAO = dict(preset="seed", preheat_rollouts=PREHEAT, lr=1e-3)
+GRPO = dict(preset="grpo", lr=1e-3)
+NO_CRITIC = dict(preset="seed", lr=1e-3)  # the band and KL smoothing of SAO, advantages from elsewhere
+
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    "sao": SAO,
+    "sao batch mean": NO_CRITIC | dict(baseline="batch_mean"),
+    "sao running mean": NO_CRITIC | dict(baseline="running_mean"),
+    "sao K=1": SAO | dict(critic_steps_per_actor=1),
+    "sao attention free": SAO | dict(freeze_critic="none"),
+    "sao lambda .95": SAO | dict(lambd=0.95),
+    "sao lambda 1": SAO | dict(lambd=1.0),
+    "sao all tokens": SAO | dict(gae_over="tokens"),
+    "sao no preheating": SAO | dict(preheat_rollouts=0),
+    "sao no band": SAO | dict(band="0,1e9", outside="mask"),
+    "sao clip": SAO | dict(outside="clip"),
+    "sao mask": SAO | dict(outside="mask"),
+    "sao mask_sign": SAO | dict(outside="mask_sign"),
+    "sao lower mask": SAO | dict(outside="mask", band="0.2,1e9"),
+    "sao upper mask": SAO | dict(outside="mask", band="0,4"),
+    "sao targets dis": SAO | dict(critic_targets="dis"),
+    "sao critic on arrival": SAO | dict(critic_update="arrival"),
+    "sao kl penalty": SAO | dict(kl="penalty"),
+    "sao kl off": SAO | dict(kl="off"),
+    "sao paper": dict(preset="paper", lr=1e-3, num_critic_only_steps=8),
+    "grpo": GRPO,
+    "grpo synchronous": GRPO | dict(max_staleness=0),
+    "grpo dis": GRPO | dict(policy_loss="dis", outside="clip", band="0.1,10", kl="smooth"),
+    "dr.grpo": GRPO | dict(baseline="dr_grpo"),
+    "rloo": GRPO | dict(baseline="rloo"),
+    "ppo": SAO | dict(preset="grpo", baseline="critic"),
+    "reinforce": dict(preset="seed", baseline="batch_mean", policy_loss="dis", outside="mask", band="0,1e9", kl="off",
+                      lr=1e-3),
+    "spo": NO_CRITIC | dict(baseline="spo", train_tasks=512),
+    "gspo": GRPO | dict(policy_loss="gspo", eps_low=0.03, eps_high=0.04),
+    # In a learner that steps once per batch the proximal policy is the current one, and these are rules of the band.
+    "cispo": GRPO | dict(policy_loss="dis", outside="clip", band="0,1.28"),
+    "icepop": GRPO | dict(policy_loss="dis", outside="mask", band="0.5,5"),
+    "decoupled ppo": GRPO | dict(policy_loss="dis", outside="mask", band="0,1e9"),
+    "a-3po": GRPO | dict(policy_loss="a3po"),
+    "truncated is": GRPO | dict(policy_loss="tis", eps_low=0.99, eps_high=1.0),
+    "sequence mask": GRPO | dict(policy_loss="dis", outside="mask", band="0,1e9", sequence_kl=0.1),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """Methods, crossed with every combination of the values in `grid`, on a number of seeds.
+
+    `flags` come on top of `BASE`; `reference` is the method that effects are measured against.
+    """
+
+    methods: tuple[str, ...]
+    seeds: int = 5
+    grid: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
+    flags: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    budget: int = BUDGET
+    reference: str = "grpo"
+
+
+PRESETS: Mapping[str, Preset] = {
+    "dis-vs-grpo": Preset(("sao", "grpo", "grpo dis", "reinforce"), seeds=10),
+    "components": Preset(
+        (
+            "sao", "sao batch mean", "sao running mean", "sao K=1", "sao attention free", "sao lambda .95",
+            "sao lambda 1", "sao all tokens", "sao no preheating", "sao no band", "sao targets dis",
+            "sao critic on arrival", "sao paper", "grpo", "dr.grpo", "rloo", "ppo", "reinforce", "spo", "gspo",
+            "cispo", "icepop", "decoupled ppo", "a-3po", "truncated is", "sequence mask",
+        ),
+    ),
+    "staleness": Preset(
+        ("sao", "sao no band", "grpo", "reinforce"),
+        grid={"forced_staleness": (0, 2, 4, 8, 16, 32, 64)},
+        flags=dict(batch_size=32, eval_every=16),  # 64 versions are then 2,048 rollouts
+    ),
+    "rate": Preset(("sao", "sao no band", "grpo", "reinforce"), grid={"lr": (1e-3, 3e-3, 1e-2)}),
+    "band": Preset(
+        ("sao clip", "sao mask", "sao mask_sign", "sao lower mask", "sao upper mask", "sao no band"),
+        grid={"forced_staleness": (0, 4, 16), "lr": (3e-4, 1e-3)},
+        flags=dict(kl="off"),
+        reference="sao no band",
+    ),
+    "kl": Preset(("sao", "sao kl penalty", "sao kl off"), grid={"forced_staleness": (0, 4)}, reference="sao kl off"),
+    # Simulated environments of growing spread, the median fixed; nothing is evaluated, the clock is what counts.
+    "clock": Preset(
+        ("sao", "reinforce", "grpo", "grpo synchronous"),
+        seeds=3,
+        grid={"env_sigma": (0.0, 0.65, 1.29, 2.0)},
+        flags=dict(eval_every=0, eval_tasks=16),
+        budget=1536,
+    ),
+    # Learning rates are chosen by success on training tasks, on seeds that no other preset uses.
+    "tune": Preset(
+        ("sao", "grpo", "reinforce"), seeds=2, grid={"lr": (3e-4, 1e-3, 3e-3)}, flags=dict(eval_every=0, eval_tasks=16)
+    ),
+}  # fmt: skip
+FIRST_SEED = {"tune": 1000}

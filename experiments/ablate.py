@@ -1,0 +1,227 @@
+"""Compares methods at equal rollouts and at equal wall clock, over paired seeds.
+
+python -m experiments.ablate                              # SAO, GRPO, GRPO + DIS, REINFORCE; 10 seeds
+python -m experiments.ablate --preset components --seeds 5
+python -m experiments.ablate --list                       # presets, methods and their flags
+python -m experiments.ablate --quick                      # a few minutes, to see that it works
+
+One cell is one run of experiments.train; finished cells are kept, and called again the command goes on where it
+stopped. Every seed has one warm start, which all its methods begin with. The wall clock is that of the run's clock:
+compute as measured, environment times as drawn, evaluations not counted.
+"""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from typing import Any, Literal
+
+if not __package__:
+    sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from experiments import _cli
+from experiments._ablations import BASE, FIRST_SEED, METHODS, PRESETS, Preset
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    preset: str = "dis-vs-grpo"
+    """Which comparison: see --list, or all."""
+    seeds: int | None = None
+    """Seeds per method (default: 10 for dis-vs-grpo, 5 for most others)."""
+    budget: Literal["rollouts", "wallclock", "both"] = "both"
+    """What is held equal in the tables."""
+    rollouts: int | None = None
+    """Rollouts per run, preheating included (default: the preset's)."""
+    methods: str | None = None
+    """Only these methods, by comma."""
+    results: str = "results"
+    """Folder for tables, curves and runs."""
+    jobs: int = 1
+    """Runs at the same time; more than one only with --budget rollouts, since they slow each other down."""
+    quick: bool = False
+    """Small budgets and two seeds."""
+    list: bool = False
+    """Print presets and methods and stop."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One run: a method, the values of the grid, a seed."""
+
+    method: str
+    point: tuple[tuple[str, Any], ...]
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return ", ".join([self.method, *(f"{k}={v}" for k, v in self.point)])
+
+    @property
+    def folder(self) -> str:
+        return f"{self.name} s{self.seed}".replace(" ", "_").replace(",", "").replace(".", "")
+
+
+def cells(preset: Preset, methods: tuple[str, ...], seeds: int, first: int = 0) -> list[Cell]:
+    """Seed by seed, so that a stopped comparison has whole pairs."""
+    points = [tuple(zip(preset.grid, values, strict=True)) for values in product(*preset.grid.values())]
+    return [Cell(m, p, first + s) for s in range(seeds) for p in points for m in methods]
+
+
+def cell_flags(preset: Preset, cell: Cell, budget: int, quick: bool) -> dict[str, Any]:
+    """Flags of experiments.train for a cell. `budget` counts preheating rollouts as well."""
+    flags = BASE | METHODS[cell.method] | preset.flags | dict(cell.point) | {"seed": cell.seed}
+    if quick:
+        flags |= {"eval_tasks": 64, "eval_every": 4}
+        if flags.get("preheat_rollouts"):
+            flags["preheat_rollouts"] = 64
+    return flags | {"rollouts": budget - (flags.get("preheat_rollouts") or 0)}
+
+
+def warm_flags(cell: Cell, quick: bool) -> dict[str, Any]:
+    """The run that only makes a seed's starting policy."""
+    flags = dict(task=BASE["task"], seed=cell.seed, baseline="batch_mean", rollouts=0, eval_tasks=64)
+    return flags | (dict(warm_start_steps=150, demonstrations=4000) if quick else {})
+
+
+def arguments(flags: Mapping[str, Any]) -> list[str]:
+    return [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def finish_run(folder: pathlib.Path, flags: Mapping[str, Any], check: Callable[[], None]) -> str:
+    """Runs, or continues, one training run in a process of its own; returns "" or the last line of its error."""
+    if (folder / "evaluation.json").exists():
+        return ""
+    begun = (folder / "config.json").exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "experiments.train"]
+    command += ["--resume", str(folder)] if begun else ["--run-dir", str(folder), *arguments(flags)]
+    with (folder / "output.txt").open("w") as output:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            while process.poll() is None:
+                check()
+                time.sleep(0.2)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+    if process.returncode == 0:
+        return ""
+    lines = (folder / "output.txt").read_text(errors="replace").strip().splitlines()
+    return next((line for line in reversed(lines) if line.startswith("error")), lines[-1] if lines else "no output")
+
+
+def forget_bulk(folder: pathlib.Path) -> None:
+    """Of a finished cell its settings and metrics are kept."""
+    for name in ("checkpoints", "trajectories"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for path in folder.glob("ledger.sqlite*"):
+        path.unlink()
+
+
+def compare(name: str, flags: Flags, check: Callable[[], None]) -> None:
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    from sao_jax.report import ablation
+
+    preset = PRESETS[name]
+    methods = tuple(flags.methods.split(",")) if flags.methods else preset.methods
+    if unknown := [m for m in methods if m not in METHODS]:
+        raise ValueError(f"unknown method {unknown[0]!r}; allowed: {', '.join(METHODS)}")
+    budget = flags.rollouts or (768 if flags.quick else preset.budget)
+    seeds = flags.seeds or (2 if flags.quick else preset.seeds)
+    base = pathlib.Path(flags.results) / (name + "-quick" * flags.quick)
+    todo = cells(preset, methods, seeds, FIRST_SEED.get(name, 0))
+    _same_settings(base, {"budget": budget, "quick": flags.quick})
+    errors: dict[Cell, str] = {}
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, TimeRemainingColumn(), TextColumn("left")) as progress:
+        bar = progress.add_task(name, total=len(todo))
+
+        def work(cell: Cell) -> None:
+            check()
+            folder = base / "runs" / cell.folder
+            if not (folder / "evaluation.json").exists():
+                start = pathlib.Path(flags.results) / ("warm-quick" if flags.quick else "warm") / f"s{cell.seed}"
+                error = finish_run(start, warm_flags(cell, flags.quick), check)
+                if not error:
+                    wanted = cell_flags(preset, cell, budget, flags.quick) | {"init_from": str(start.resolve())}
+                    error = finish_run(folder, wanted, check)
+                if error:
+                    errors[cell] = error
+                    progress.console.print(f"{cell.name}, seed {cell.seed}: {error}")
+                else:
+                    forget_bulk(folder)
+            progress.update(bar, advance=1, description=f"{name}: {cell.name}, seed {cell.seed}")
+
+        if flags.jobs == 1:
+            for cell in todo:
+                work(cell)
+        else:
+            # One warm start per seed first: two cells of a seed must not make it at once.
+            for cell in {c.seed: c for c in todo}.values():
+                work(cell)
+            with ThreadPoolExecutor(flags.jobs) as pool:
+                list(pool.map(work, todo))
+    runs = [
+        ablation.read_cell(base / "runs" / c.folder, c.method, dict(c.point), c.seed, errors.get(c, "")) for c in todo
+    ]
+    for path in ablation.write(base, runs, reference=preset.reference, budget=flags.budget):
+        print(path)
+
+
+def _same_settings(base: pathlib.Path, settings: dict) -> None:
+    """Cells of one table have one budget."""
+    path = base / "settings.json"
+    if path.exists() and (found := json.loads(path.read_text())) != settings:
+        raise ValueError(f"{base} holds cells made with {found}, asked for are {settings}; name another --results")
+    base.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(settings))
+
+
+def print_list() -> None:
+    for name, preset in PRESETS.items():
+        grid = "; ".join(f"{k} {', '.join(map(str, v))}" for k, v in preset.grid.items())
+        print(f"{name}: {preset.seeds} seeds, {preset.budget} rollouts{'; ' + grid if grid else ''}")
+        print("    " + ", ".join(preset.methods))
+    print()
+    for name, flags in METHODS.items():
+        print(f"{name:24}", " ".join(arguments(flags)))
+
+
+def main(stop) -> None:
+    flags = _cli.parse(Flags, __doc__.splitlines()[0])
+    if flags.list:
+        print_list()
+        return
+    if flags.preset != "all" and flags.preset not in PRESETS:
+        raise ValueError(f"unknown preset {flags.preset!r}; allowed: {', '.join(PRESETS)}, all")
+    for name in ("seeds", "rollouts", "jobs"):
+        if (value := getattr(flags, name)) is not None and value < 1:
+            raise ValueError(f"--{name} is {value}; it must be at least 1")
+    if flags.jobs > 1 and flags.budget != "rollouts":
+        raise ValueError(
+            "--jobs above 1 needs --budget rollouts: runs at the same time have no wall clock of their own"
+        )
+    for name in PRESETS if flags.preset == "all" else (flags.preset,):
+        compare(name, flags, stop.check)
+
+
+if __name__ == "__main__":
+    _cli.main(main)

@@ -1,0 +1,342 @@
+"""Tables and curves of a comparison of methods over paired seeds.
+
+A cell is one run. Its curve is held-out success over the rollouts it has cost (preheating and dropped ones included)
+and over its clock (compute and simulated environments; evaluations not). Intervals are Student's t over seeds, and
+effects are paired by seed.
+"""
+
+import csv
+import dataclasses
+import io
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
+from sao_jax.report.curves import INK, png
+from sao_jax.report.intervals import mean_interval
+from sao_jax.report.run_folder import finite, of_stage, read_json, read_run, series, values, write_whole
+
+COLORS = ("#2563eb", "#ea7317", "#0f9d76", "#d1344b", "#7c4dcc", "#64748b", "#b45309", "#0891b2", "#be185d", "#4d7c0f")
+NEAR = 0.95  # of the reference's final mean: the level that steps are counted to
+COLLAPSE = 0.5  # final success under this share of the run's best
+LATEST = 10  # updates that the health figures are averaged over
+HEALTH = {
+    "ess": ("rollout_corr/ess",),
+    "masked": ("actor/mask_low_frac", "actor/mask_high_frac"),
+    "explained_var": ("critic/explained_var",),
+    "kl": ("rollout_corr/kl",),
+    "staleness": ("async/staleness_mean",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One run of a comparison. `rollouts`, `clock`, `success`: its held-out curve; `health`: means over the last
+    updates, of a run that collapsed over the last ones before its fall."""
+
+    method: str
+    point: Mapping[str, Any]
+    seed: int
+    error: str = ""
+    rollouts: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0))
+    clock: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0))
+    success: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0))
+    n: int = 0
+    training: float = math.nan
+    wall_s: float = math.nan
+    health: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        return ", ".join([self.method, *(f"{k} {v:g}" for k, v in self.point.items())])
+
+    @property
+    def final(self) -> float:
+        return float(self.success[-1]) if len(self.success) else math.nan
+
+    @property
+    def area(self) -> float:
+        """Mean height of the curve over the rollouts."""
+        if len(self.success) < 2:
+            return math.nan
+        return float(np.trapezoid(self.success, self.rollouts) / (self.rollouts[-1] - self.rollouts[0]))
+
+    @property
+    def fell_at(self) -> int | None:
+        """Index of the evaluation at which the run had collapsed for good; None if it did not."""
+        if not len(self.success) or self.final >= COLLAPSE * self.success.max():
+            return None
+        low = self.success < COLLAPSE * self.success.max()
+        return int(np.argmax([low[i:].all() for i in range(len(low))]))
+
+    def at(self, clock: float) -> float:
+        """Held-out success at a time of the clock, between evaluations by a straight line."""
+        return float(np.interp(clock, self.clock, self.success)) if len(self.success) else math.nan
+
+    def reaches(self, level: float, axis: str = "rollouts") -> float | None:
+        """Where on `axis` two evaluations in a row (or the last one) are at or above `level`; None: not in this run."""
+        above = self.success >= level
+        for i in range(len(above)):
+            if above[i : i + 2].all():
+                return float(getattr(self, axis)[i])
+        return None
+
+
+def read_cell(folder: Path, method: str, point: Mapping[str, Any], seed: int, error: str = "") -> Cell:
+    """Reads a run folder; one that never started is a cell with an error and no curve."""
+    if not (folder / "metrics.jsonl").exists():
+        return Cell(method, point, seed, error or "not run")
+    run = read_run(folder)
+    held_out = [line for line in of_stage(run.metrics, "eval") if not line.get("eval/greedy")]
+    x, y = series(held_out, "eval/success", "sampled")
+    _, clock = series(held_out, "clock_s", "sampled")
+    updates = of_stage(run.metrics, "rl")
+    cell = Cell(method, point, seed, error, x, clock, y, int(held_out[-1]["eval/n"]) if held_out else 0)
+    if not error and not (folder / "evaluation.json").exists():
+        cell = dataclasses.replace(cell, error="not finished")
+    fell = cell.fell_at
+    seen = [u for u in updates if fell is None or (finite(u.get("clock_s")) or 0.0) < clock[max(fell - 1, 0)]]
+    health = {}
+    for name, keys in HEALTH.items():
+        parts = [values(seen[-LATEST:], key) for key in keys]
+        health[name] = float(sum(p.mean() for p in parts)) if all(len(p) for p in parts) else math.nan
+    training = values(updates[-LATEST:], "reward/success")
+    seconds = finite(read_json(folder / "evaluation.json", {}).get("seconds"))
+    return dataclasses.replace(
+        cell,
+        training=float(training.mean()) if len(training) else math.nan,
+        wall_s=math.nan if seconds is None else seconds,
+        health=health,
+    )
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def rows(cells: Sequence[Cell], reference: str) -> list[dict[str, Any]]:
+    """One row per label: means over seeds with their intervals, and the effect against the reference.
+
+    The reference of a grid point is the reference method at that point.
+    """
+    by_label: dict[str, list[Cell]] = {}
+    for c in cells:
+        if len(c.success):
+            by_label.setdefault(c.label, []).append(c)
+    ends = [np.median([c.clock[-1] for c in group]) for group in by_label.values()]
+    equal_clock = min(ends) if ends else math.nan
+    found = []
+    for label, group in by_label.items():
+        against = {c.seed: c for c in cells if c.method == reference and c.point == group[0].point and len(c.success)}
+        pairs = [(c, against[c.seed]) for c in group if c.seed in against]
+        level = NEAR * float(np.mean([c.final for c in against.values()])) if against else math.nan
+        reached = [c.reaches(level) for c in group]
+        row = {
+            "method": label,
+            "seeds": len(group),
+            "final": mean_interval([c.final for c in group]),
+            "area": mean_interval([c.area for c in group]),
+            "level": level,
+            # A run that never gets there counts as later than all that do: the median may be "not reached".
+            "steps": float(np.median([math.inf if r is None else r for r in reached])),
+            "reached": sum(r is not None for r in reached),
+            "collapsed": sum(c.fell_at is not None for c in group),
+            "at_clock": mean_interval([c.at(equal_clock) for c in group]),
+            "equal_clock": equal_clock,
+            "clock": mean_interval([c.clock[-1] for c in group]),
+            "training": mean_interval([c.training for c in group]),
+            "health": {k: float(np.nanmean([c.health[k] for c in group])) if any(
+                not math.isnan(c.health[k]) for c in group) else math.nan for k in HEALTH},
+        }  # fmt: skip
+        if pairs and group[0].method != reference:
+            row["effect"] = mean_interval([c.final - r.final for c, r in pairs])
+            row["effect_at_clock"] = mean_interval([c.at(equal_clock) - r.at(equal_clock) for c, r in pairs])
+            row["clock_ratio"] = mean_interval([c.clock[-1] / r.clock[-1] for c, r in pairs])
+        found.append(row)
+    return found
+
+
+def summary(cells: Sequence[Cell], reference: str, budget: str = "both") -> str:
+    """The comparison as Markdown."""
+    table = rows(cells, reference)
+    out = []
+    if budget in ("rollouts", "both"):
+        head = (
+            "method", "seeds", "held-out success", "area under curve", f"rollouts to {NEAR:.0%} of {reference}'s",
+            "collapsed", f"effect against {reference}",
+        )  # fmt: skip
+        body = [
+            (
+                r["method"], r["seeds"], percent(r["final"]), percent(r["area"]),
+                f"{_count(r['steps'])} ({r['reached']}/{r['seeds']})", r["collapsed"], points(r.get("effect")),
+            )
+            for r in table
+        ]  # fmt: skip
+        out += ["## At equal rollouts", "", _table(head, body), ""]
+    if budget in ("wallclock", "both") and table:
+        after = f"success after {table[0]['equal_clock']:.0f} s"
+        head = ("method", after, f"effect against {reference}", "clock of a run [s]", f"clock / {reference}'s")
+        body = [
+            (
+                r["method"], percent(r["at_clock"]), points(r.get("effect_at_clock")),
+                number(r["clock"], 0), number(r.get("clock_ratio"), 2),
+            )
+            for r in table
+        ]  # fmt: skip
+        out += ["## At equal wall clock", "", _table(head, body), ""]
+    head = ("method", "effective sample size", "outside the band", "KL [nats/token]", "explained variance", "staleness",
+            "success in training")  # fmt: skip
+    body = [
+        (
+            r["method"], _short(r["health"]["ess"]), _short(r["health"]["masked"], "%"), _short(r["health"]["kl"]),
+            _short(r["health"]["explained_var"]), _short(r["health"]["staleness"]), percent(r["training"]),
+        )
+        for r in table
+    ]  # fmt: skip
+    out += [
+        f"## Health over the last {LATEST} updates (before the fall, where a run collapsed)",
+        "",
+        _table(head, body),
+    ]
+    if failed := [c for c in cells if c.error]:
+        out += ["", "## Not finished", "", *(f"- {c.label}, seed {c.seed}: {c.error}" for c in failed)]
+    out += [
+        "",
+        "Means over seeds with 95 % intervals (Student's t); effects are differences paired by seed. Collapsed: final "
+        f"success under {COLLAPSE:.0%} of the run's best. In brackets: runs that reached the level within the budget.",
+    ]
+    return "\n".join(out) + "\n"
+
+
+def runs_csv(cells: Sequence[Cell]) -> str:
+    """One line per run."""
+    points = sorted({k for c in cells for k in c.point})
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    names = ("final", "n", "area", "training", "rollouts", "clock_s", "wall_s", "collapsed_at", *HEALTH, "error")
+    writer.writerow(["method", *points, "seed", *names])
+    for c in cells:
+        fell = c.fell_at
+        ends = [c.rollouts[-1], c.clock[-1]] if len(c.success) else [math.nan, math.nan]
+        figures = [c.final, c.n, c.area, c.training, *ends, c.wall_s, "" if fell is None else c.rollouts[fell]]
+        figures += [c.health.get(k, math.nan) for k in HEALTH]
+        plain = [f"{x:.6g}" if isinstance(x, float) else x for x in figures]
+        writer.writerow([c.method, *(c.point.get(p, "") for p in points), c.seed, *plain, c.error])
+    return out.getvalue()
+
+
+def write(folder: Path, cells: Sequence[Cell], *, reference: str, budget: str = "both") -> list[Path]:
+    """Writes runs.csv, summary.md and the curves; returns the paths."""
+    paths = [
+        write_whole(folder / "runs.csv", runs_csv(cells).encode()),
+        write_whole(folder / "summary.md", summary(cells, reference, budget).encode()),
+    ]
+    if any(len(c.success) > 2 for c in cells):
+        paths.append(write_whole(folder / "curves.png", png(curves(cells))))
+    if all("env_sigma" in c.point for c in cells):
+        paths.append(write_whole(folder / "clock.png", png(clock_ratios(cells, reference))))
+    return paths
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def curves(cells: Sequence[Cell]) -> Figure:
+    """Held-out success over rollouts and over the clock: means over seeds, with 95 % bands."""
+    figure = Figure(figsize=(11, 4.2), layout="constrained", facecolor="white")
+    labels = list(dict.fromkeys(c.label for c in cells if len(c.success) > 1))
+    for axes, axis, name in zip(
+        figure.subplots(1, 2, sharey=True), ("rollouts", "clock"), ("rollouts, all that were paid for", "clock [s]"),
+        strict=True,
+    ):  # fmt: skip
+        for label, color in zip(labels, _colors(len(labels)), strict=True):
+            group = [c for c in cells if c.label == label and len(c.success) > 1]
+            end = min(getattr(c, axis)[-1] for c in group)
+            x = np.linspace(0, end, 60)
+            y = np.array([np.interp(x, getattr(c, axis), c.success) for c in group])
+            axes.plot(x, y.mean(0), color=color, lw=1.8, label=label)
+            if len(group) > 1:
+                spread = np.array([mean_interval(column) for column in y.T])
+                axes.fill_between(x, spread[:, 1], spread[:, 2], color=color, alpha=0.14, lw=0)
+        axes.set_xlabel(name, color=INK)
+        axes.set_ylim(0, 1)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.grid(color="#e5e7eb")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].set_ylabel("held-out success", color=INK)
+    if len(labels) <= 12:
+        figure.axes[1].legend(frameon=False, fontsize=9, loc="lower right")
+    else:
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), frameon=False, fontsize=7, loc="outside right")
+    return figure
+
+
+def clock_ratios(cells: Sequence[Cell], reference: str) -> Figure:
+    """The clock of each method over that of the reference, by the spread of environment times."""
+    figure = Figure(figsize=(6, 4), layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    methods = [m for m in dict.fromkeys(c.method for c in cells) if m != reference]
+    sigmas = sorted({c.point["env_sigma"] for c in cells})
+    table = {r["method"]: r for r in rows(cells, reference)}
+    for method, color in zip(methods, _colors(len(methods)), strict=True):
+        found = [(s, table[f"{method}, env_sigma {s:g}"].get("clock_ratio")) for s in sigmas]
+        found = [(s, *i) for s, i in found if i is not None]
+        if found:
+            x, mean, low, high = np.array(found).T
+            axes.errorbar(x, mean, [mean - low, high - mean], color=color, marker="o", capsize=3, label=method)
+    axes.axhline(1.0, color=INK, lw=0.8)
+    axes.set_xlabel("sigma of environment times (log scale of the lognormal)")
+    axes.set_ylabel(f"clock of a run / {reference}'s")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    return figure
+
+
+def _colors(count: int) -> list[str]:
+    return [COLORS[i % len(COLORS)] for i in range(count)]
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+Interval = tuple[float, float, float]
+
+
+def percent(interval: Interval) -> str:
+    mean, low, high = interval
+    if math.isnan(mean):
+        return "-"
+    return f"{100 * mean:.1f} %" + ("" if math.isnan(low) else f" [{100 * low:.1f}, {100 * high:.1f}]")
+
+
+def points(interval: Interval | None) -> str:
+    """A difference of two rates, in points."""
+    if interval is None or math.isnan(interval[0]):
+        return ""
+    mean, low, high = interval
+    return f"{100 * mean:+.1f}" + ("" if math.isnan(low) else f" [{100 * low:+.1f}, {100 * high:+.1f}]")
+
+
+def number(interval: Interval | None, digits: int) -> str:
+    if interval is None or math.isnan(interval[0]):
+        return ""
+    mean, low, high = interval
+    return f"{mean:.{digits}f}" + ("" if math.isnan(low) else f" [{low:.{digits}f}, {high:.{digits}f}]")
+
+
+def _count(x: float) -> str:
+    return "not reached" if math.isinf(x) or math.isnan(x) else f"{x:,.0f}"
+
+
+def _short(x: float, unit: str = "") -> str:
+    if math.isnan(x):
+        return "-"
+    return f"{100 * x:.2f} %" if unit else f"{x:.3g}"
+
+
+def _table(head: Sequence, body: Sequence[Sequence]) -> str:
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join("| " + " | ".join(str(x) for x in line) + " |" for line in lines)
