@@ -42,7 +42,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "sao targets dis": SAO | dict(critic_targets="dis"),
     "sao critic on arrival": SAO | dict(critic_update="arrival"),
     "sao kl penalty": SAO | dict(kl="penalty"),
-    "sao kl off": SAO | dict(kl="off"),
+    "sao kl measured": SAO | dict(kl_target=1e6),  # nothing is shortened, the KL after each step is known
     "sao paper": dict(preset="paper", lr=1e-3, num_critic_only_steps=8),
     "grpo": GRPO,
     "grpo synchronous": GRPO | dict(max_staleness=0),
@@ -59,7 +59,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "icepop": GRPO | dict(policy_loss="dis", outside="mask", band="0.5,5"),
     "decoupled ppo": GRPO | dict(policy_loss="dis", outside="mask", band="0,1e9"),
     "a-3po": GRPO | dict(policy_loss="a3po"),
-    "truncated is": GRPO | dict(policy_loss="tis", eps_low=0.99, eps_high=1.0),
+    "truncated is": GRPO | dict(policy_loss="tis", band="0,2"),
     "sequence mask": GRPO | dict(policy_loss="dis", outside="mask", band="0,1e9", sequence_kl=0.1),
 }  # fmt: skip
 
@@ -101,7 +101,13 @@ PRESETS: Mapping[str, Preset] = {
         flags=dict(kl="off"),
         reference="sao no band",
     ),
-    "kl": Preset(("sao", "sao kl penalty", "sao kl off"), grid={"forced_staleness": (0, 4)}, reference="sao kl off"),
+    "kl": Preset(
+        ("sao", "sao kl measured", "sao kl penalty"), grid={"forced_staleness": (0, 4)}, reference="sao kl measured"
+    ),
+    "preheating": Preset(("sao", "sao no preheating"), reference="sao no preheating"),
+    "math": Preset(("sao", "grpo", "reinforce"), flags=dict(task="mathword:level=1")),
+    "contest": Preset(("sao", "grpo", "reinforce"), flags=dict(task="contest:level=1")),
+    "repair": Preset(("sao", "grpo", "reinforce"), flags=dict(task="repair:level=1")),
     # Simulated environments of growing spread, the median fixed; nothing is evaluated, the clock is what counts.
     "clock": Preset(
         ("sao", "reinforce", "grpo", "grpo synchronous"),

@@ -128,7 +128,11 @@ def forget_bulk(folder: pathlib.Path) -> None:
         path.unlink()
 
 
-def compare(name: str, flags: Flags, check: Callable[[], None]) -> None:
+def compare(name: str, flags: Flags, check: Callable[[], None]) -> list:
+    """Runs the missing cells of a preset and writes its tables; returns the cells that were asked for.
+
+    The tables show every cell of the preset that is there, also of methods that were not asked for this time.
+    """
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -179,11 +183,19 @@ def compare(name: str, flags: Flags, check: Callable[[], None]) -> None:
                 work(cell)
             with ThreadPoolExecutor(flags.jobs) as pool:
                 list(pool.map(work, todo))
-    runs = [
-        ablation.read_cell(base / "runs" / c.folder, c.method, dict(c.point), c.seed, errors.get(c, "")) for c in todo
-    ]
-    for path in ablation.write(base, runs, reference=preset.reference, budget=flags.budget):
+
+    def read(cell: Cell):
+        return ablation.read_cell(
+            base / "runs" / cell.folder, cell.method, dict(cell.point), cell.seed, errors.get(cell, "")
+        )
+
+    wanted = {c: read(c) for c in todo}
+    others = cells(preset, (*preset.methods, *methods), max(seeds, preset.seeds), FIRST_SEED.get(name, 0))
+    there = {c: read(c) for c in others if c not in wanted and (base / "runs" / c.folder / "evaluation.json").exists()}
+    everything = sorted((wanted | there).items(), key=lambda pair: pair[0].seed)
+    for path in ablation.write(base, [run for _, run in everything], reference=preset.reference, budget=flags.budget):
         print(path)
+    return list(wanted.values())
 
 
 def _same_settings(base: pathlib.Path, settings: dict) -> None:

@@ -24,6 +24,7 @@ from sao_jax.report.run_folder import finite, of_stage, read_json, read_run, ser
 COLORS = ("#2563eb", "#ea7317", "#0f9d76", "#d1344b", "#7c4dcc", "#64748b", "#b45309", "#0891b2", "#be185d", "#4d7c0f")
 NEAR = 0.95  # of the reference's final mean: the level that steps are counted to
 COLLAPSE = 0.5  # final success under this share of the run's best
+KL_TARGET = 0.05
 LATEST = 10  # updates that the health figures are averaged over
 HEALTH = {
     "ess": ("rollout_corr/ess",),
@@ -105,6 +106,9 @@ def read_cell(folder: Path, method: str, point: Mapping[str, Any], seed: int, er
     for name, keys in HEALTH.items():
         parts = [values(seen[-LATEST:], key) for key in keys]
         health[name] = float(sum(p.mean() for p in parts)) if all(len(p) for p in parts) else math.nan
+    health["kl_within"] = float(np.mean([_kl(u) <= KL_TARGET for u in updates])) if updates else math.nan
+    latency = values(updates, "async/publish_latency_s")
+    health["latency"] = float(np.median(latency)) if len(latency) else math.nan
     training = values(updates[-LATEST:], "reward/success")
     seconds = finite(read_json(folder / "evaluation.json", {}).get("seconds"))
     return dataclasses.replace(
@@ -113,6 +117,12 @@ def read_cell(folder: Path, method: str, point: Mapping[str, Any], seed: int, er
         wall_s=math.nan if seconds is None else seconds,
         health=health,
     )
+
+
+def _kl(line: Mapping) -> float:
+    """KL(rollout || policy) after an update where it was measured, else before it."""
+    after = finite(line.get("actor/kl_after"))
+    return after if after is not None else finite(line.get("rollout_corr/kl")) or 0.0
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------

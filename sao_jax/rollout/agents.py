@@ -87,8 +87,17 @@ class Agents:
         """Of each attempt under way that has sampled, the weights version of its first token."""
         return list(self._oldest.values())
 
-    def start(self, instance: Instance, *, rollout: int, attempt: int = 0, temperature: float = 1.0, **labels) -> None:
-        """Begins an attempt; it joins the engine as soon as its environment has given the prompt."""
+    def start(
+        self,
+        instance: Instance,
+        *,
+        rollout: int,
+        attempt: int = 0,
+        temperature: float = 1.0,
+        snapshot: Trajectory | None = None,
+        **labels,
+    ) -> None:
+        """Begins an attempt, or goes on from a snapshot; it joins the engine once its environment has answered."""
         episode = Episode(
             self.family,
             instance,
@@ -100,7 +109,14 @@ class Agents:
             **labels,
         )
         self._episodes[rollout], self._temperature[rollout] = episode, temperature
-        self._ask(episode, episode.begin)
+        if snapshot is None:
+            self._ask(episode, episode.begin)
+        else:
+
+            def begin():
+                return episode.resume(snapshot)
+
+            self._ask(episode, begin)
 
     def dispatch(self) -> bool:
         """Enqueues one burst; False if no row is live (all wait for their environments, or none is running)."""

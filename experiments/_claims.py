@@ -1,0 +1,299 @@
+"""How each claim is measured. An entry is a function of (quick, results folder, check) that returns a `Measured`."""
+
+import dataclasses
+import math
+import pathlib
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from experiments._ablations import BASE, METHODS, PRESETS
+from experiments.ablate import Flags as AblateFlags
+from experiments.ablate import compare, finish_run
+from sao_jax.report import ablation
+from sao_jax.report.intervals import mean_interval
+
+Interval = tuple[float, float, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """`effect`: (mean, low, high) of what `reported` speaks of, positive where it goes in the reported direction;
+    `value`, `baseline`: the two sides; `sizes`: what the figures depend on."""
+
+    effect: Interval
+    value: float
+    baseline: float
+    seeds: list[int]
+    sizes: dict[str, Any]
+    notes: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """`reported` and `reported_baseline` are the two sides as reported, `effect` the difference or share in `unit`."""
+
+    text: str
+    reported: float | None
+    reported_baseline: float | None
+    effect: float
+    unit: str
+    measure: Callable[..., Measured]
+
+
+def _cells(preset: str, methods: tuple[str, ...], quick: bool, results: pathlib.Path, check) -> list[ablation.Cell]:
+    """Cells of a preset, run where they are missing."""
+    chosen = ",".join(methods) if set(methods) != set(PRESETS[preset].methods) else None
+    flags = AblateFlags(preset=preset, methods=chosen, results=str(results), quick=quick)
+    return [c for c in compare(preset, flags, check) if len(c.success)]
+
+
+def _paired(
+    cells, a: str, b: str, figure: Callable[[ablation.Cell], float]
+) -> tuple[list[float], list[float], list[int]]:
+    first, second = ({c.seed: figure(c) for c in cells if c.method == m} for m in (a, b))
+    seeds = sorted(first.keys() & second.keys())
+    return [first[s] for s in seeds], [second[s] for s in seeds], seeds
+
+
+def _sizes(cells) -> dict[str, Any]:
+    return {"rollouts": int(max(c.rollouts[-1] for c in cells)), "held_out": cells[0].n, "runs": len(cells)}
+
+
+def accuracy(preset: str) -> Callable[..., Measured]:
+    """Final held-out success of SAO and GRPO at equal rollouts, in points."""
+
+    def measure(quick, results, check) -> Measured:
+        cells = _cells(preset, ("sao", "grpo"), quick, results, check)
+        a, b, seeds = _paired(cells, "sao", "grpo", lambda c: 100 * c.final)
+        effect = mean_interval([x - y for x, y in zip(a, b, strict=True)])
+        return Measured(effect, statistics.fmean(a), statistics.fmean(b), seeds, _sizes(cells))
+
+    return measure
+
+
+def steps_to_accuracy(quick, results, check) -> Measured:
+    """Rollouts to 95 % of GRPO's mean final success; a run that does not get there counts as its whole budget."""
+    cells = _cells("dis-vs-grpo", ("sao", "grpo"), quick, results, check)
+    level = ablation.NEAR * statistics.fmean(c.final for c in cells if c.method == "grpo")
+
+    def steps(c):
+        reached = c.reaches(level)
+        return float(c.rollouts[-1]) if reached is None else reached
+
+    a, b, seeds = _paired(cells, "sao", "grpo", steps)
+    effect = mean_interval([100 * (1 - x / y) for x, y in zip(a, b, strict=True)])
+    censored = {m: sum(c.reaches(level) is None for c in cells if c.method == m) for m in ("sao", "grpo")}
+    return Measured(
+        effect,
+        statistics.fmean(a),
+        statistics.fmean(b),
+        seeds,
+        _sizes(cells),
+        {"level": level, "not_reached": censored},
+    )
+
+
+def preheating(quick, results, check) -> Measured:
+    """Rollouts, preheating included, to 95 % of the final success of SAO without preheating."""
+    methods = ("sao", "sao no preheating")
+    cells = _cells("preheating", methods, quick, results, check)
+    level = ablation.NEAR * statistics.fmean(c.final for c in cells if c.method == methods[1])
+    a, b, seeds = _paired(cells, *methods, lambda c: c.reaches(level) or float(c.rollouts[-1]))
+    effect = mean_interval([100 * (1 - x / y) for x, y in zip(a, b, strict=True)])
+    return Measured(effect, statistics.fmean(a), statistics.fmean(b), seeds, _sizes(cells), {"level": level})
+
+
+def kl_bound(quick, results, check) -> Measured:
+    """Share of updates after which KL(rollout || new) is within .05, with smoothing and without any mechanism."""
+    methods = ("sao", "sao kl measured", "sao kl penalty")
+    cells = _cells("kl", methods, quick, results, check)
+    share = {m: [100 * c.health["kl_within"] for c in cells if c.method == m] for m in methods}
+    a, b, seeds = _paired(
+        [c for c in cells if c.point == {"forced_staleness": 4}], *methods[:2], lambda c: 100 * c.health["kl_within"]
+    )
+    effect = mean_interval(a)
+    notes = {m: round(statistics.fmean(v), 2) for m, v in share.items()}
+    return Measured(effect, statistics.fmean(a), statistics.fmean(b), seeds, _sizes(cells), notes)
+
+
+def update_latency(quick, results, check) -> Measured:
+    """Median seconds of the clock from a trajectory's end to weights that contain it, under slow environments."""
+    cells = _cells("dis-vs-grpo", ("sao", "grpo"), quick, results, check)
+    a, b, seeds = _paired(cells, "sao", "grpo", lambda c: c.health["latency"])
+    effect = mean_interval([y / x for x, y in zip(a, b, strict=True)])
+    return Measured(effect, statistics.fmean(a), statistics.fmean(b), seeds, _sizes(cells))
+
+
+def value_error(quick, results, check) -> Measured:
+    """Value error of the critic (mc, dis) and of GRPO's group mean at prompts and inside attempts."""
+    import jax
+    import jax.numpy as jnp
+
+    from sao_jax.models.critic import critic_outputs
+    from sao_jax.runtime.checkpoints import Checkpoints
+    from sao_jax.runtime.devices import data_mesh
+    from sao_jax.runtime.run import family_and_context, make_agents, make_engine, make_learner, read_config
+    from sao_jax.runtime.value_error import prefixes, runner, value_errors
+
+    seeds = list(range(1 if quick else 3))
+    count, continuations = (8, 64) if quick else (32, 256)
+    rollouts = 512 if quick else 3584
+    found: dict[str, dict[str, list[float]]] = {}
+    for seed in seeds:
+        start = results / ("warm-quick" if quick else "warm") / f"s{seed}"
+        warm = dict(task=BASE["task"], seed=seed, baseline="batch_mean", rollouts=0, eval_tasks=64)
+        warm |= dict(warm_start_steps=150, demonstrations=4000) if quick else {}
+        _must(finish_run(start, warm, check))
+        for targets in ("mc", "dis"):
+            folder = results / ("value-error-quick" if quick else "value-error") / f"{targets}_s{seed}"
+            flags = BASE | METHODS["sao"] | dict(critic_targets=targets, seed=seed, rollouts=rollouts, eval_every=0)
+            flags |= dict(env_seconds=0.1, init_from=str(start.resolve()))
+            _must(finish_run(folder, flags, check))
+            config = read_config(folder)
+            family, context = family_and_context(config)
+            learner = make_learner(config, family, context, data_mesh(config.devices))
+            with Checkpoints(folder / "checkpoints") as checkpoints:
+                state, meta = checkpoints.restore(checkpoints.newest(), learner.programs.abstract_state())
+            engine = make_engine(config, family, context, learner)
+            engine.publish(state["policy"], meta["version"])
+            agents = make_agents(config, family, context, engine)
+            outputs = jax.jit(
+                lambda params, tokens, model=learner.programs.config: critic_outputs(model, params, tokens)
+            )
+
+            def critic(chosen, state=state, outputs=outputs, context=context):
+                rows = np.zeros((len(chosen), context), np.int32)
+                for row, p in zip(rows, chosen, strict=True):
+                    row[: len(p.tokens)] = p.tokens
+                values = np.asarray(outputs(state["critic"], jnp.asarray(rows)))
+                return values[np.arange(len(chosen)), [len(p.tokens) - 1 for p in chosen]]
+
+            play = runner(agents, seed + 1, check)
+            prompts, inside = prefixes(agents, count, seed, run=play)
+            errors = value_errors(
+                play, {"prompts": prompts, "inside": inside}, {"critic": critic},
+                continuations=continuations, reward_range=1.0,
+            )  # fmt: skip
+            for kind, row in errors.items():
+                for name, error in row.items():
+                    found.setdefault(kind, {}).setdefault(f"{name} {targets}", []).append(error)
+    everywhere = {
+        name: [statistics.fmean(pair) for pair in zip(*(found[k][name] for k in found), strict=True)]
+        for name in found["prompts"]
+    }
+    ours, theirs = everywhere["critic dis"], everywhere["group mean dis"]
+    effect = mean_interval([100 * (1 - a / b) for a, b in zip(ours, theirs, strict=True)])
+    notes = {f"{k}: {n}": round(statistics.fmean(v), 2) for k, row in found.items() for n, v in row.items()}
+    sizes = {"prefixes": 2 * count, "continuations": continuations, "rollouts": rollouts}
+    return Measured(effect, statistics.fmean(ours), statistics.fmean(theirs), seeds, sizes, notes)
+
+
+def action_only(quick, results, check) -> Measured:
+    """Computation of head, log-prob, loss and recursion over action tokens alone, against over all tokens.
+
+    The share that is saved is an average over 20 to 80 % observation tokens, by the compiler's count of FLOPs, and the
+    interval its range. Times, and shares of the whole update, are in the notes.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from experiments.bench import REFERENCE, VOCABULARY, median_seconds
+    from sao_jax.models.decoder import bind, init_params
+    from sao_jax.models.logprobs import token_logprobs
+    from sao_jax.objectives import gae, importance_weights, policy_loss
+    from sao_jax.runtime.config import RunConfig
+
+    rows, length = (4, 128) if quick else (16, 256)
+    model = RunConfig(**REFERENCE).model(VOCABULARY)
+    params = jax.jit(lambda key: init_params(model, key))(jax.random.key(0))
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, VOCABULARY, (rows, length))
+
+    def tail(hidden, head, targets, mu, values, rewards, mask):
+        """What follows the trunk, over [R, N] tokens: N all of them, or the action tokens alone."""
+        R, N, D = hidden.shape
+        logp, _ = token_logprobs(hidden.reshape(R * N, D), head, targets.reshape(-1), jnp.ones(R * N))
+        logp = logp.reshape(R, N)
+
+        def row(logp, mu, values, rewards, mask):
+            advantages, _ = gae(rewards, values, mask, discount=1.0, lambda_=0.95)
+            weights = importance_weights(logp, mu, low=0.1, high=10.0, outside="clip")
+            return policy_loss(logp, weights, advantages, mask)[0]
+
+        return jax.vmap(row)(logp, mu, values, rewards, mask).sum()
+
+    def whole(params, tokens, places, mu, values, rewards, mask):
+        bound = bind(model, params)
+        hidden = bound(tokens)
+        targets = jnp.roll(tokens, -1, axis=1)
+        hidden, targets = (
+            jnp.take_along_axis(x, p, axis=1) for x, p in ((hidden, places[..., None]), (targets, places))
+        )
+        return tail(hidden, bound.head(), targets, mu, values, rewards, mask)
+
+    def cost(function, *arguments):
+        compiled = jax.jit(jax.grad(function)).lower(*arguments).compile()
+        jax.block_until_ready(compiled(*arguments))
+        seconds = median_seconds(lambda: jax.block_until_ready(compiled(*arguments)), 5 if quick else 15)
+        return float(compiled.cost_analysis()["flops"]), seconds
+
+    saved, notes = [], {}
+    for share in (0.2, 0.4, 0.6, 0.8):
+        check()
+        N = round(length * (1 - share))
+        figures = {}
+        for name, n in (("all", length), ("actions", N)):
+            places = jnp.asarray(np.sort(np.argsort(rng.random((rows, length)), axis=1)[:, :n], axis=1))
+            hidden = jnp.asarray(rng.normal(size=(rows, n, model.dim)), jnp.float32)
+            targets = jnp.asarray(rng.integers(0, VOCABULARY, (rows, n)))
+            mu, values, rewards = (jnp.asarray(rng.normal(size=(rows, n)), jnp.float32) for _ in range(3))
+            mask = jnp.ones((rows, n), bool)
+            figures[name] = (
+                cost(tail, hidden, params["embed"].T, targets, mu, values, rewards, mask),
+                cost(whole, params, jnp.asarray(tokens), places, mu, values, rewards, mask),
+            )
+        less = [
+            [100 * (1 - a / b) for a, b in zip(*pair, strict=True)]
+            for pair in zip(figures["actions"], figures["all"], strict=True)
+        ]
+        saved.append(less[0][0])
+        for part, (flops, seconds) in zip(("tail", "update"), less, strict=True):
+            notes[f"{share:.0%} observations, {part}"] = {"flops": round(flops, 1), "seconds": round(seconds, 1)}
+    mean = statistics.fmean(saved)
+    sizes = {"rows": rows, "length": length, "vocabulary": VOCABULARY, "parameters": "0.85 M"}
+    return Measured((mean, min(saved), max(saved)), 100 - mean, 100.0, [0], sizes, notes)
+
+
+def _must(error: str) -> None:
+    if error:
+        raise ValueError(error)
+
+
+CLAIMS: dict[str, Claim] = {
+    "value-error": Claim("error of the value estimate", 6.3, 18.7, 100 * (1 - 6.3 / 18.7), "% less error", value_error),
+    "steps-to-accuracy": Claim("rollouts to the same accuracy", None, None, 58.0, "% fewer", steps_to_accuracy),
+    "accuracy-math": Claim("success on mathematics", 97.3, 84.2, 13.1, "points", accuracy("math")),
+    "accuracy-contest": Claim("success on contest programs", 42.7, 35.1, 7.6, "points", accuracy("contest")),
+    "accuracy-repair": Claim("success on software repair", 29.8, 21.5, 8.3, "points", accuracy("repair")),
+    "preheating": Claim("preheating the value model speeds up convergence", None, None, 0.0, "% fewer", preheating),
+    "kl-bound": Claim("KL(rollout || new) at or under 0.05", 100.0, None, 100.0, "% of updates", kl_bound),
+    "action-only": Claim("computation of head, loss and recursion", None, None, 40.0, "% less", action_only),
+    "update-latency": Claim("from minutes to seconds", None, None, 60.0, "times shorter", update_latency),
+}  # fmt: skip
+
+
+def verdict(effect: Interval, reported: float) -> str:
+    """yes: the interval reaches the reported effect; partly: it excludes no effect, in the right direction; else no."""
+    mean, low, high = effect
+    if math.isnan(low):
+        low = high = mean
+    if high >= reported and low > 0:
+        return "yes"
+    return "partly" if low > 0 else "no"
+
+
+def command(name: str, quick: bool) -> str:
+    return f"python -m experiments.claims {name}" + " --quick" * quick

@@ -1,0 +1,126 @@
+"""Measures reported figures on this machine, one by one, and says which reproduce.
+
+python -m experiments.claims --list
+python -m experiments.claims action-only              # the last line is JSON
+python -m experiments.claims --all                    # every claim, and results/claims.md
+"""
+
+import dataclasses
+import json
+import math
+import pathlib
+import sys
+from typing import Annotated
+
+if not __package__:
+    sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import tyro
+
+from experiments import _cli
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    claim: Annotated[str | None, tyro.conf.Positional] = None
+    """Name of a claim, see --list."""
+    list: bool = False
+    """Print names and what is reported, and stop."""
+    all: bool = False
+    """Measure every claim and write a table of them."""
+    quick: bool = False
+    """Small sizes, to see that it works; the figures mean little."""
+    results: str = "results"
+    """Folder for runs and tables, shared with experiments.ablate."""
+
+
+def main(stop) -> None:
+    flags = _cli.parse(Flags, __doc__.splitlines()[0])
+    from experiments._claims import CLAIMS
+
+    if flags.list:
+        for name, claim in CLAIMS.items():
+            reported = "" if claim.reported is None else f" ({claim.reported:g}"
+            reported += "" if claim.reported_baseline is None else f" against {claim.reported_baseline:g}"
+            print(f"{name:18}{claim.text}: {claim.effect:.3g} {claim.unit}{reported}{')' if reported else ''}")
+        return
+    if flags.all == (flags.claim is not None):
+        raise ValueError("name one claim, or --all; --list shows them")
+    if flags.claim is not None and flags.claim not in CLAIMS:
+        raise ValueError(f"unknown claim {flags.claim!r}; allowed: {', '.join(CLAIMS)}")
+
+    from sao_jax.runtime.devices import prepare_backend
+
+    prepare_backend()
+    results = pathlib.Path(flags.results)
+    for name in CLAIMS if flags.all else (flags.claim,):
+        line = measure(name, flags.quick, results, stop.check)
+        print(json.dumps(line), flush=True)
+    if flags.all:
+        path = results / ("claims-quick.md" if flags.quick else "claims.md")
+        path.write_text(table(results, flags.quick))
+        print(path)
+
+
+def measure(name: str, quick: bool, results: pathlib.Path, check) -> dict:
+    """The record of one claim; also kept in results/claims."""
+    from experiments._claims import CLAIMS, command, verdict
+
+    claim = CLAIMS[name]
+    m = claim.measure(quick, results, check)
+    line = {
+        "claim": name,
+        "reported": claim.reported,
+        "reported_baseline": claim.reported_baseline,
+        "reported_effect": round(claim.effect, 2),
+        "measured": m.value,
+        "measured_baseline": m.baseline,
+        "effect": m.effect[0],
+        "interval": m.effect[1:],
+        "unit": claim.unit,
+        "reproduced": verdict(m.effect, claim.effect),
+        "command": command(name, quick),
+        "sizes": m.sizes,
+        "seeds": m.seeds,
+        "notes": m.notes,
+    }
+    line = {k: plain(v) for k, v in line.items()}
+    folder = results / "claims"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}{'-quick' * quick}.json").write_text(json.dumps(line, indent=1))
+    return line
+
+
+def plain(value):
+    """Without NaN, which JSON does not know."""
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def table(results: pathlib.Path, quick: bool) -> str:
+    """One row per measured claim, as Markdown."""
+    from experiments._claims import CLAIMS
+
+    head = ("claim", "reported", "measured", "effect, 95 % interval", "reproduced", "seeds")
+    lines = [head, ["---"] * len(head)]
+    for name in CLAIMS:
+        path = results / "claims" / f"{name}{'-quick' * quick}.json"
+        if not path.exists():
+            continue
+        r = json.loads(path.read_text())
+        reported = f"{r['reported_effect']:g} {r['unit']}"
+        if r["reported"] is not None and r["reported_baseline"] is not None:
+            reported = f"{r['reported']:g} vs {r['reported_baseline']:g} ({reported})"
+        low, high = r["interval"]
+        between = "" if low is None or high is None else f" [{low:.1f}, {high:.1f}]"
+        measured = f"{r['measured']:.3g} vs {r['measured_baseline']:.3g}"
+        effect = f"{r['effect']:.1f}{between} {r['unit']}"
+        lines.append((f"`{name}`", reported, measured, effect, r["reproduced"], len(r["seeds"])))
+    return "\n".join("| " + " | ".join(str(x) for x in line) + " |" for line in lines) + "\n"
+
+
+if __name__ == "__main__":
+    _cli.main(main)

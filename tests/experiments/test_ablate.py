@@ -1,0 +1,132 @@
+"""Ablations: what the cells are, and what the tables say of known curves."""
+
+import csv
+import io
+import json
+import math
+
+import numpy as np
+import pytest
+
+from experiments import _claims
+from experiments._ablations import METHODS, PRESETS
+from experiments.ablate import arguments, cell_flags, cells, warm_flags
+from sao_jax.report import ablation
+from sao_jax.report.ablation import Cell
+from sao_jax.report.intervals import mean_interval
+from sao_jax.runtime.config import RunConfig
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("quick", [False, True])
+def test_every_cell_is_a_configuration_without_idle_options(name, quick):
+    preset = PRESETS[name]
+    for cell in cells(preset, preset.methods, seeds=1):
+        flags = cell_flags(preset, cell, preset.budget, quick)
+        config = RunConfig(**flags, init_from="somewhere").resolved()
+        paid = config.rollouts + (config.preheat_rollouts or 0)
+        assert paid == preset.budget, "preheating counts in the budget"
+        RunConfig(**warm_flags(cell, quick)).resolved()
+
+
+def test_every_method_belongs_to_a_preset_and_every_preset_has_its_reference():
+    assert set(METHODS) == {m for p in PRESETS.values() for m in p.methods}
+    assert all(p.reference in p.methods for p in PRESETS.values() if p is not PRESETS["tune"])
+
+
+def test_cells_are_whole_seeds_and_have_folders_of_their_own():
+    preset = PRESETS["band"]
+    found = cells(preset, preset.methods, seeds=2, first=7)
+    assert len(found) == 2 * 6 * 6
+    assert [c.seed for c in found] == [7] * 36 + [8] * 36
+    assert len({c.folder for c in found}) == len(found)
+    assert arguments({"eps_low": 0.2, "task": "calculator"}) == ["--eps-low", "0.2", "--task", "calculator"]
+
+
+def cell(method, seed, success, clock=(0, 10, 20, 30), **options):
+    n = len(success)
+    health = dict.fromkeys(ablation.HEALTH, 0.5)
+    return Cell(
+        method, {}, seed, rollouts=100.0 * np.arange(n), clock=np.array(clock[:n], float),
+        success=np.array(success), n=64, health=health, **options,
+    )  # fmt: skip
+
+
+def test_figures_of_a_curve():
+    c = cell("a", 0, [0.2, 0.6, 0.4, 0.8])
+    assert c.final == 0.8
+    assert c.area == pytest.approx((0.4 + 0.5 + 0.6) / 3)
+    assert c.at(15) == pytest.approx(0.5)
+    assert c.reaches(0.6) == 300, "one evaluation above the level is not enough, unless it is the last"
+    assert c.reaches(0.4) == 100
+    assert c.reaches(0.9) is None
+    assert c.fell_at is None
+
+
+@pytest.mark.parametrize(
+    ("success", "fell"),
+    [([0.3, 0.8, 0.39, 0.2], 2), ([0.3, 0.8, 0.3, 0.41], None), ([0.9, 0.5, 0.44, 0.44], 2), ([0.0, 0.0], None)],
+)
+def test_a_collapse_is_a_fall_under_half_of_the_best_that_lasts(success, fell):
+    assert cell("a", 0, success).fell_at == fell
+
+
+def test_effects_are_paired_by_seed_and_censored_runs_count():
+    grpo = [cell("grpo", s, [0.2, 0.4, 0.5, 0.6 + s / 10], clock=(0, 20, 40, 60)) for s in range(3)]
+    sao = [cell("sao", s, [0.2, 0.5, 0.7, 0.7 + s / 10]) for s in range(3)] + [cell("sao", 9, [0.2] * 4)]
+    table = {r["method"]: r for r in ablation.rows(sao + grpo, "grpo")}
+    assert table["sao"]["effect"] == pytest.approx((0.1, 0.1, 0.1))
+    assert table["sao"]["clock_ratio"] == pytest.approx((0.5, 0.5, 0.5))
+    assert table["sao"]["level"] == pytest.approx(0.95 * 0.7)
+    assert (table["sao"]["reached"], table["sao"]["seeds"]) == (3, 4)
+    assert table["sao"]["steps"] == 200
+    assert (table["grpo"]["reached"], table["grpo"]["steps"]) == (2, 300)
+    assert table["grpo"]["equal_clock"] == 30
+    assert table["grpo"]["at_clock"][0] == pytest.approx(0.45)
+    assert "effect" not in table["grpo"]
+
+
+def test_the_summary_and_the_csv_tell_what_is_missing(tmp_path):
+    runs = [cell("grpo", 0, [0.2, 0.5, 0.6]), cell("sao", 0, [0.2, 0.6, 0.2]), Cell("sao", {}, 1, error="it broke")]
+    paths = ablation.write(tmp_path, runs, reference="grpo")
+    assert [p.name for p in paths] == ["runs.csv", "summary.md", "curves.png"]
+    text = (tmp_path / "summary.md").read_text()
+    assert "- sao, seed 1: it broke" in text
+    assert "| sao | 1 | 20.0 % |" in text
+    lines = list(csv.DictReader(io.StringIO((tmp_path / "runs.csv").read_text())))
+    assert [(r["method"], r["final"], r["collapsed_at"], r["error"]) for r in lines] == [
+        ("grpo", "0.6", "", ""), ("sao", "0.2", "200", ""), ("sao", "nan", "", "it broke"),
+    ]  # fmt: skip
+
+
+def test_a_comparison_of_nothing_is_no_crash(tmp_path):
+    assert ablation.write(tmp_path, [Cell("sao", {}, 0, error="not run")], reference="grpo")
+
+
+def test_mean_interval_is_students():
+    mean, low, high = mean_interval([1.0, 2.0, 3.0, math.nan])
+    assert (mean, low, high) == pytest.approx((2.0, 2 - 4.302653 / 3**0.5, 2 + 4.302653 / 3**0.5))
+    assert mean_interval([5.0])[0] == 5.0
+    assert math.isnan(mean_interval([5.0])[1])
+    assert math.isnan(mean_interval([])[0])
+
+
+@pytest.mark.parametrize(
+    ("effect", "reported", "expected"),
+    [((50, 40, 60), 58, "yes"), ((30, 10, 50), 58, "partly"), ((30, -1, 61), 58, "no"), ((-5, -9, -1), 58, "no"),
+     ((70, 65, 75), 58, "yes"), ((60, math.nan, math.nan), 58, "yes")],
+)  # fmt: skip
+def test_verdicts(effect, reported, expected):
+    assert _claims.verdict(effect, reported) == expected
+
+
+def test_a_claims_record_has_its_keys_and_is_json(tmp_path):
+    from experiments import claims
+
+    line = claims.measure("action-only", True, tmp_path, lambda: None)
+    keys = {"claim", "reported", "reported_baseline", "measured", "measured_baseline", "interval", "unit", "reproduced",
+            "command", "sizes", "seeds"}  # fmt: skip
+    assert keys <= set(line)
+    assert json.loads(json.dumps(line, allow_nan=False)) == line
+    assert 15 < line["interval"][0] < line["measured"] < line["interval"][1] < 85
+    assert "`action-only`" in claims.table(tmp_path, quick=True)
