@@ -201,9 +201,10 @@ class Stages:
         run = self.run
         start, before = time.monotonic(), run.compiles.count
         self.display.stage("compiling", 1, "")
-        sampler = run.engine.warm_up()
+        sampler = run.engine.warm_up(self.check)
         blank = blank_row(run.context)
-        learner = run.learner.warm_up(blank, preheat=self._preheats or bool(self.config.num_critic_only_steps))
+        preheat = self._preheats or bool(self.config.num_critic_only_steps)
+        learner = run.learner.warm_up(blank, preheat=preheat, check=self.check)
         self.metrics.mark_compiled()
         self.display.advance(1)
         line = {"stage": "compile", "time_s": run.seconds(), "programs": run.compiles.count - before}
