@@ -60,7 +60,11 @@ def train(*arguments, environment, **options):
         (["--replay", "nowhere"], "error: nowhere is not a run folder"),
         (["--resume", "a", "--replay", "b"], "exclude each other"),
         (["--resume", "a", "--lr", "0.1"], "error: --lr: a run is continued or replayed with the flags"),
+        (["--resume", "a", "--batch-size", "64"], "error: --batch-size: a run is continued or replayed with the flags"),
+        (["--resume=a", "--batch_size=64"], "error: --batch-size: a run is continued or replayed with the flags"),
+        (["--replay", "a", "--rollouts", "12000"], "error: --rollouts: a run is continued or replayed with the flags"),
         (["--resume", "a", "--run-dir", "b"], "error: --run-dir has no effect with --resume"),
+        (["--replay", "a", "--tensorboard"], "error: --tensorboard has no effect with --replay"),
         (["--resample"], "error: --resample has no effect here; it needs --replay"),
         (["--freeze-critic", "no/such/*", *TINY], "pattern 'no/such/*' matches no parameter"),
         (
@@ -101,6 +105,21 @@ def test_a_damaged_config_file_is_named(environment, tmp_path):
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
     assert "config.json" in result.stderr
+
+
+def test_only_our_own_errors_are_shown_as_one_line(tmp_path):
+    """A user's module below a folder with our name is no part of the package."""
+    from experiments import _cli
+
+    for path, ours in (
+        (tmp_path / "sao_jax" / "task.py", False),
+        (tmp_path / "my_experiments.py", False),
+        (ROOT / "sao_jax" / "runtime" / "x.py", True),
+        (ROOT / "experiments" / "x.py", True),
+    ):
+        with pytest.raises(ValueError, match="told") as caught:
+            exec(compile("raise ValueError('told')", str(path), "exec"))
+        assert _cli._is_ours(caught.value) is ours, path
 
 
 @pytest.mark.parametrize("form", [["-m", "experiments.train"], [ROOT / "experiments" / "train.py"]])
