@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from helpers import MODEL_FLAGS, Record, SilentDisplay, quick_compile  # noqa: F401
+from helpers import MODEL_FLAGS, Record, SilentDisplay, Tiny, TinyEnvironment, quick_compile  # noqa: F401
 
 from sao_jax.runtime.checkpoints import Checkpoints
 from sao_jax.runtime.collector import DeadGroupsError
@@ -244,6 +244,51 @@ def test_a_failing_environment_is_tried_again_then_dropped(tmp_path, bad, says):
     assert updates_of(record)[-1]["async/dropped_failed"] >= 1
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (dict(rollouts=400), "50 rollouts in a row failed in all of their attempts; the last: .*broken on purpose"),
+        (dict(rollouts=12), "all 12 rollouts failed; the last: .*broken on purpose"),
+        (dict(rollouts=12, preheat_rollouts=6), "no trajectory to preheat the critic on"),
+    ],
+)
+def test_an_environment_that_always_fails_ends_the_run(tmp_path, flags, says):
+    with pytest.raises(ValueError, match=says):
+        run(tmp_path, task="tiny:bad=raise,every=1", max_attempts=2, **flags)
+
+
+def test_an_evaluation_in_which_every_attempt_fails_is_an_error(tmp_path, monkeypatch):
+    def broken(self, action):
+        if self._instance.split == "test" and self._instance.index >= first:
+            raise RuntimeError("no sandbox")
+        return step(self, action)
+
+    step, first = TinyEnvironment.step, 2
+    monkeypatch.setattr(TinyEnvironment, "step", broken)
+    figures, record, notes = run(tmp_path / "some", rollouts=4)
+    assert (figures["n"], figures["failed"]) == (4, 2)
+    assert {line["eval/failed"] for line in record.lines if line.get("stage") == "eval"} == {2}
+    assert any("4 instances, 2 failed" in note for note in notes)
+    first = 0
+    with pytest.raises(ValueError, match=r"all 4 attempts of the evaluation failed; the last: .*no sandbox"):
+        run(tmp_path / "all", rollouts=4)
+
+
+def test_a_prompt_that_leaves_no_room_is_dropped_with_its_reason(tmp_path, monkeypatch):
+    """Such prompts may come after those that are looked at before the run."""
+    monkeypatch.setattr("sao_jax.runtime.run.LOOKED_AT", 1)
+    prompt, spared = Tiny.prompt, Tiny().instance("train", 0).problem % 3
+
+    def long_or_short(self, problem):
+        return prompt(self, problem) if problem % 3 == spared else "a" * 9 + "?"
+
+    monkeypatch.setattr(Tiny, "prompt", long_or_short)
+    _, record, notes = run(tmp_path, rollouts=16)
+    assert {reason for reason, _ in record.dropped} == {"failed"}
+    assert record.counts["trained"] + record.counts["dropped"] == 16
+    assert any("prompt of 10 tokens in a budget of 10" in note for note in notes)
+
+
 @pytest.mark.slow
 def test_a_group_does_not_wait_for_a_member_that_failed(tmp_path):
     """Of group 2 every attempt fails, of the others none."""
@@ -282,10 +327,9 @@ def test_a_run_may_start_from_the_policy_of_another(tmp_path):
     with Checkpoints(tmp_path / "first/checkpoints") as first, Checkpoints(tmp_path / "second/checkpoints") as second:
         assert first.read_meta(first.newest())["version"] == 2
         assert second.read_meta(second.newest())["version"] == 1
-    with pytest.raises(ValueError, match="has another model"):
+    with pytest.raises(ValueError, match="another model: dim 16, not 32"):
         run(tmp_path / "third", init_from=str(tmp_path / "first"), warm_start_steps=600, dim=32)
-    with pytest.raises(ValueError, match="not a run folder"):
-        run(tmp_path / "fourth", init_from=str(tmp_path / "nothing"), warm_start_steps=600)
+    assert not (tmp_path / "third").exists()
 
 
 def test_an_error_in_the_loop_ends_the_run(tmp_path):
