@@ -56,6 +56,9 @@ def train(*arguments, environment, **options):
         (["--task", "calculater"], "error: unknown task 'calculater'; allowed: arithmetic, calculator"),
         (["--task", "calculator:levell=2"], "has no option 'levell'; allowed:"),
         (["--max-tokens", "100000"], "error: --max-tokens is 100000; task 'calculator' allows"),
+        (["--max-tokens", "5"], "leave no room for an action; --max-tokens must be at least"),
+        (["--env-workers", "2"], "error: --env-workers has no effect here"),
+        (["--init-from", "nowhere"], "error: --init-from nowhere: no such folder"),
         (["--resume", "nowhere"], "error: nowhere is not a run folder"),
         (["--replay", "nowhere"], "error: nowhere is not a run folder"),
         (["--resume", "a", "--replay", "b"], "exclude each other"),
@@ -81,7 +84,7 @@ def test_a_wrong_wish_is_one_line_and_exit_code_2(arguments, says, environment, 
     assert "Traceback" not in result.stderr
     if says.startswith("error"):
         assert len(result.stderr.strip().splitlines()) == 1, result.stderr
-    assert not list(tmp_path.glob("runs/*/config.json")), "a refused run left a folder"
+    assert not (tmp_path / "runs").exists(), "a refused run left a folder"
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(environment, tmp_path):
@@ -169,6 +172,22 @@ def test_a_constant_reward_ends_with_the_reason(environment, tmp_path):
     assert result.returncode == 2, result.stderr[-3000:]
     assert "4 groups in a row had equal rewards" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.slow
+def test_a_task_that_always_fails_is_an_error(environment, tmp_path):
+    (tmp_path / "broken.py").write_text(
+        "from sao_jax.envs.arithmetic import Arithmetic\n"
+        "class Broken(Arithmetic):\n"
+        "    def respond(self, problem, actions):\n"
+        "        raise RuntimeError('no sandbox')\n"
+    )
+    arguments = ["--task", tmp_path / "broken.py:Broken", "--warm-start-steps", 0, "--run-dir", tmp_path / "run"]
+    result = train(*arguments, *flags(MODEL, RUN, PREHEAT), environment=environment)
+    assert result.returncode == 2, result.stderr[-3000:]
+    assert "error: all 16 attempts of the evaluation failed; the last: environment: RuntimeError: no sandbox" in (
+        " ".join(result.stderr.split())
+    )
 
 
 def _lines(folder):
