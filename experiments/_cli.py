@@ -1,6 +1,7 @@
 """What every main shares: flags, the backend, and errors in one line."""
 
 import os
+import pathlib
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -13,6 +14,14 @@ T = TypeVar("T")
 def parse(flags: type[T], description: str) -> T:
     """Flags by name; unknown ones and wrong types end with a message and exit code 2."""
     return tyro.cli(flags, description=description, config=(tyro.conf.FlagCreatePairsOff,))
+
+
+def given() -> set[str]:
+    """Names of the fields whose flags stand on the command line, also those given at their defaults.
+
+    Called after `parse`, so that every word that begins with -- is a flag: --a-b x, --a-b=x or --a_b x.
+    """
+    return {word[2:].partition("=")[0].replace("-", "_") for word in sys.argv[1:] if word.startswith("--")}
 
 
 def main(body: Callable[[], Any]) -> None:
@@ -45,9 +54,10 @@ class UserError(RuntimeError):
 
 def _is_ours(error: BaseException) -> bool:
     """Whether this package raised the error, as opposed to JAX or NumPy on our behalf."""
+    import sao_jax
+
     last = error.__traceback__
     while last.tb_next is not None:
         last = last.tb_next
-    return os.sep + "sao_jax" + os.sep in last.tb_frame.f_code.co_filename or "experiments" in (
-        last.tb_frame.f_code.co_filename
-    )
+    file = pathlib.Path(last.tb_frame.f_code.co_filename).resolve()
+    return any(file.is_relative_to(pathlib.Path(ours).resolve().parent) for ours in (sao_jax.__file__, __file__))

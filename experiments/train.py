@@ -34,7 +34,7 @@ class Flags(RunConfig):
 def main(stop) -> None:
     flags = _cli.parse(Flags, __doc__.splitlines()[0])
     config = RunConfig(**{f.name: getattr(flags, f.name) for f in dataclasses.fields(RunConfig)})
-    given = [f.name for f in dataclasses.fields(config) if getattr(config, f.name) != f.default]
+    given = _cli.given() & {f.name for f in dataclasses.fields(config)}
     for name in ("run_dir", "resume", "replay", "init_from", "preheat_from"):
         if getattr(flags, name) == "":
             raise ValueError(f"--{name.replace('_', '-')} is empty; it takes a folder")
@@ -42,11 +42,13 @@ def main(stop) -> None:
         raise ValueError("--resample has no effect here; it needs --replay")
     if flags.resume and flags.replay:
         raise ValueError("--resume and --replay exclude each other; a stopped replay continues when it is called again")
-    if (flags.resume or flags.replay) and (wrong := set(given) - ({"rollouts"} if flags.resume else set())):
+    if (flags.resume or flags.replay) and (wrong := given - ({"rollouts"} if flags.resume else set())):
         names = ", ".join("--" + name.replace("_", "-") for name in sorted(wrong))
         raise ValueError(f"{names}: a run is continued or replayed with the flags it was started with")
     if flags.resume and flags.run_dir:
         raise ValueError("--run-dir has no effect with --resume, which names the folder")
+    if flags.replay and flags.tensorboard:
+        raise ValueError("--tensorboard has no effect with --replay")
 
     from sao_jax.runtime.devices import prepare_backend
 

@@ -206,16 +206,17 @@ if "tiny" not in registry.names():
 
 
 class SilentDisplay:
-    """Takes what a run shows; keeps the notes."""
+    """Takes what a run shows; keeps the notes, and whether programs are being compiled."""
 
     def __init__(self):
         self.notes: list[str] = []
+        self.compiling = False
 
-    def stage(self, *_):
-        pass
+    def stage(self, name, *_):
+        self.compiling = name == "compiling"
 
     def advance(self, *_, **__):
-        pass
+        self.compiling = False
 
     def note(self, line):
         self.notes.append(line)

@@ -7,6 +7,8 @@
 The result is a function of the order of these calls and the rows alone, so a recorded order can be replayed.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,10 @@ from sao_jax.learner.layout import Layout
 from sao_jax.learner.objective import Choices, Numbers
 from sao_jax.learner.programs import FLOAT_FIELDS, INT_FIELDS, SCALAR_FIELDS, Programs
 from sao_jax.models.config import ModelConfig
+
+
+def _nothing() -> None:
+    pass
 
 
 class Learner:
@@ -52,6 +58,7 @@ class Learner:
         self._indices = [jax.device_put(jnp.int32(w), self._replicated) for w in range(layout.windows)]
         self._filled = self._pending = 0
         self.used_modes: set[str] = set()
+        self._check: Callable[[], None] = _nothing  # called before each program; set while they are compiled
 
     # -- arrivals ------------------------------------------------------------------------------------------------
 
@@ -90,6 +97,7 @@ class Learner:
             np.array([row[k] for k in SCALAR_FIELDS], np.float32),
         )
         parts = jax.device_put((np.int32(device), np.int32(slot), *parts), self._replicated)
+        self._check()
         self._buffer = self.programs.put(self._buffer, *parts)
         self._filled += 1
         self._pending += 1
@@ -113,6 +121,7 @@ class Learner:
                 if self.layout.window(n) == index:
                     device, slot = self.layout.place(n)
                     live[device, slot - index * self.layout.rows] = True
+            self._check()
             self._totals, self._buffer = program(
                 self.state,
                 self._totals,
@@ -126,6 +135,7 @@ class Learner:
 
     def _step_critic(self):
         step = self.programs.critic_step(not self.critic_only)
+        self._check()
         self.state["critic"], self.state["critic_opt"], self._totals, norm = step(
             self.state["critic"], self.state["critic_opt"], self._totals, self.numbers
         )
@@ -146,6 +156,7 @@ class Learner:
             raise RuntimeError("an update needs at least one trajectory")
         self.accumulate()
         if self.choices.policy_at_boundary and not self.critic_only:
+            self._check()
             self._buffer = self.programs.whiten(self._buffer, self._filled_mask())
             self._call_windows("policy", 0, self._filled)
         metrics = {}
@@ -154,6 +165,7 @@ class Learner:
             for _ in range(0 if self.critic_only else self.choices.critic_passes - 1):
                 self._call_windows("again", 0, self._filled)
                 self._step_critic()
+        self._check()
         if self.critic_only:
             self._totals, sums = self.programs.clear(self._totals)
         else:
@@ -185,9 +197,13 @@ class Learner:
         self._totals, sums = self.programs.clear(self._totals)
         return sums
 
-    def warm_up(self, row: dict, *, preheat: bool) -> list[str]:
-        """Compiles every program on a blank row and puts the state back; returns what was compiled."""
+    def warm_up(self, row: dict, *, preheat: bool, check: Callable[[], None] = _nothing) -> list[str]:
+        """Compiles every program on a blank row and puts the state back; returns what was compiled.
+
+        `check()` is called before each program; if it raises, the learner is of no further use.
+        """
         saved = jax.tree.map(jnp.copy, self.state), self.version, self.critic_only
+        self._check = check
         for critic_only in (True, False) if preheat else (False,):
             self.critic_only = critic_only
             for _ in range(2):  # the second round has the programs' own results as inputs
@@ -196,6 +212,7 @@ class Learner:
             if critic_only:
                 self.score([row])
         self.state, self.version, self.critic_only = saved
+        self._check = _nothing
         steps = ["put", "policy step"] + (["critic step"] if self.choices.has_critic else [])
         return steps + [f"gradient {mode}" for mode in sorted(self.used_modes)]
 

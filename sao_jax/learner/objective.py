@@ -58,6 +58,11 @@ class Choices:
         """Whether the policy gradient needs the whole batch."""
         return self.whiten == "batch"
 
+    @property
+    def separate_penalty(self) -> bool:
+        """Whether the KL penalty, which is over all action tokens, is divided by another count than the policy loss."""
+        return self.kl == "penalty" and self.denominator == "kept" and self.policy_loss != "ppo"
+
 
 @dataclasses.dataclass(frozen=True)
 class Numbers:

@@ -135,11 +135,14 @@ class Programs:
 
     @property
     def _totals_spec(self) -> dict:
-        return {
-            "policy": sharding.accumulator_specs(self.specs["policy"]),
-            "critic": sharding.accumulator_specs(self.specs["critic"]),
-            "sums": {name: P(sharding.AXIS) for name in win.SUMS + win.MAXIMA},
-        }
+        totals = {name: sharding.accumulator_specs(specs) for name, specs in self._summed.items()}
+        return totals | {"sums": {name: P(sharding.AXIS) for name in win.SUMS + win.MAXIMA}}
+
+    @property
+    def _summed(self) -> dict:
+        """Specs of the parameters that each gradient sum belongs to; the penalty is in the policy's, or apart."""
+        summed = {name: self.specs[name] for name in ("policy", "critic")}
+        return summed | {"penalty": self.specs["policy"]} if self.choices.separate_penalty else summed
 
     @property
     def _totals_shardings(self) -> dict:
@@ -150,8 +153,8 @@ class Programs:
 
         def make():
             totals = {
-                name: sharding.zero_accumulator(self.abstract[name], self.specs[name], D)
-                for name in ("policy", "critic")
+                name: sharding.zero_accumulator(self.abstract["critic" if name == "critic" else "policy"], specs, D)
+                for name, specs in self._summed.items()
             }
             return totals | {"sums": {name: jnp.zeros((D,), jnp.float32) for name in win.SUMS + win.MAXIMA}}
 
@@ -234,14 +237,21 @@ class Programs:
                     sums = sums | win.critic_sums(seen)
                 return total, (sums, fresh)
 
+            def penalty(policy):
+                # The forward pass is that of the loss: the compiler finds them equal and does it once.
+                logp, _ = win.policy_forward(config, sharding.gather(policy, specs["policy"]), data)
+                return win.penalty(scalars["kl_coef"], data, logp)
+
             gradients, (sums, fresh) = jax.grad(loss, has_aux=True)(trained)
+            if with_policy and choices.separate_penalty:
+                gradients["penalty"] = jax.grad(penalty)(trained["policy"])
             keep = win.all_finite((gradients, sums))
             out = {"sums": win.add_sums(totals["sums"], sums, keep)}
-            for name in ("policy", "critic"):
+            for name, summed in self._summed.items():
                 out[name] = totals[name]
                 if name in gradients:
                     kept = jax.tree.map(lambda g: jnp.where(keep, g, 0.0), gradients[name])
-                    out[name] = sharding.accumulate(totals[name], kept, specs[name])
+                    out[name] = sharding.accumulate(totals[name], kept, summed)
             fresh.pop("advantages_raw", None)  # for metrics only
             return out, win.put_window(buffer, index, rows, live[0], fresh)
 
@@ -298,8 +308,12 @@ class Programs:
         def step_policy(policy, opt, scalars, totals, buffer, filled, numbers):
             sums = {k: v.max() if k in win.MAXIMA else v.sum() for k, v in totals["sums"].items()}
             gradient = divide(sharding.reduce(totals["policy"], specs), sums["policy_count"])
+            measured = sums["tokens"] - sums["nonfinite"]  # tokens that the divergence is over
+            if self.choices.separate_penalty:
+                apart = divide(sharding.reduce(totals["penalty"], specs), measured)
+                gradient = jax.tree.map(jnp.add, gradient, apart)
             proposed, opt, norm = optimizer_step(policy, opt, gradient, numbers)
-            kl = sums["kl"] / jnp.maximum(sums["tokens"] - sums["nonfinite"], 1.0)
+            kl = sums["kl"] / jnp.maximum(measured, 1.0)
             metrics = sums | {"policy_grad_norm": norm, "kl_before": kl, "smooth_fraction": jnp.ones(())}
             scalars = dict(scalars)
             if self.choices.kl == "smooth":

@@ -103,7 +103,10 @@ def policy_forward(config: ModelConfig, params: dict, rows: dict):
 
 
 def policy_terms(choices: Choices, numbers: dict, kl_coef, rows: dict, logp, entropy):
-    """(loss sum, policy sums) of rows whose "advantages" are known; differentiable in `logp` [R, L]."""
+    """(loss sum, policy sums) of rows whose "advantages" are known; differentiable in `logp` [R, L].
+
+    The loss holds the KL penalty unless that has a count of its own, see `penalty`.
+    """
     mask, rollout_logp, advantage = rows["action_mask"], rows["rollout_logp"], rows["advantages"]
     band = {"low": numbers["band_low"], "high": numbers["band_high"]}
     if choices.policy_loss == "ppo":
@@ -125,7 +128,7 @@ def policy_terms(choices: Choices, numbers: dict, kl_coef, rows: dict, logp, ent
         losses, counts = jax.vmap(loss_of)(logp, ratio, advantage, mask)
     loss = losses.sum()
     kl, _ = divergences.rollout_kl(rollout_logp, logp, mask)
-    total = loss + kl_coef * kl if choices.kl == "penalty" else loss
+    total = loss + kl_coef * kl if choices.kl == "penalty" and not choices.separate_penalty else loss
     outside, tokens = diagnostics.band_counts(logp, rollout_logp, advantage, mask, **band)
     drift, _ = diagnostics.drift_sums(logp, rollout_logp, mask)
     sums = {
@@ -136,6 +139,11 @@ def policy_terms(choices: Choices, numbers: dict, kl_coef, rows: dict, logp, ent
         "ratio_max": diagnostics.largest_ratio(logp, rollout_logp, mask),
     }
     return total, jax.tree.map(lambda x: jax.lax.stop_gradient(x.astype(jnp.float32)), sums | drift | outside)
+
+
+def penalty(kl_coef, rows: dict, logp):
+    """The KL penalty's sum over rows; differentiable in `logp` [R, L]."""
+    return kl_coef * divergences.rollout_kl(rows["rollout_logp"], logp, rows["action_mask"])[0]
 
 
 def critic_loss(choices: Choices, numbers: dict, rows: dict, outputs):

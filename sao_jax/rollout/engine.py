@@ -16,7 +16,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -377,9 +377,10 @@ class Engine:
             )
         ]
 
-    def warm_up(self) -> dict[str, int]:
-        """Compiles every program without sampling anything; returns {name: attended length}."""
+    def warm_up(self, check: Callable[[], None] = lambda: None) -> dict[str, int]:
+        """Compiles every program without sampling anything, `check()` before each; returns {name: attended length}."""
         for attended in self._lengths:
+            check()
             jax.block_until_ready(self._run(attended, np.zeros((self._devices, self._layout.size), np.int32)))
         return {f"burst_{attended}": attended for attended in self._lengths}
 

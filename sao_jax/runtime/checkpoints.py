@@ -148,9 +148,9 @@ class Checkpoints:
         ):
             orbax.save(step, tree, force=True)
             folder = self.folder / str(step)
-            _write_durably(folder / META, text)
+            write_durably(folder / META, text)
             sums = [f"{_sha256(folder / name)}  {name}" for name in _files(folder)]
-            _write_durably(folder / MANIFEST, "\n".join(sums) + "\n")
+            write_durably(folder / MANIFEST, "\n".join(sums) + "\n")
             for old in self._outdated():
                 # First of all the manifest, so that a half removed step is not taken for a damaged one.
                 (self.folder / str(old) / MANIFEST).unlink(missing_ok=True)
@@ -231,7 +231,7 @@ def _sha256(path: pathlib.Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _write_durably(path: pathlib.Path, text: str) -> None:
+def write_durably(path: pathlib.Path, text: str) -> None:
     """Whole or not at all, and on the disk when this returns."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w") as file:

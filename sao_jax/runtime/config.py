@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
-from typing import Literal
+import types
+import typing
+from typing import Any, Literal, Union
 
 from sao_jax.learner.objective import Choices, Numbers
 from sao_jax.models.config import ModelConfig
@@ -69,11 +71,11 @@ class RunConfig:
     band: str | None = None
     """The band as two ends, lo,hi. Not together with --eps-low and --eps-high."""
     eps_low: float | None = None
-    """The band as offsets: its lower end is 1 - eps_low."""
+    """The band as offsets: its lower end is 1 - eps_low (not tis, which bounds weights from above only)."""
     eps_high: float | None = None
     """The band as offsets: its upper end is 1 + eps_high."""
     denominator: Literal["action", "kept"] | None = None
-    """What the policy loss is divided by: all action tokens, or those inside the band (dis and tis)."""
+    """What the policy loss is divided by: all action tokens, or those not masked (--outside mask, mask_sign)."""
     sequence_kl: float | None = None
     """Sequences whose mean KL(rollout || current) is above this weigh nothing (dis only)."""
     dual_clip: float | None = None
@@ -125,13 +127,17 @@ class RunConfig:
     lr: float = 5e-4
     """Policy learning rate."""
     critic_lr: float | None = None
-    """Critic learning rate (1.5 x --lr at this scale)."""
+    """Critic learning rate (1.5 x --lr; 5 x at the paper's scale)."""
     lr_warmup: int = 0
     """Optimizer steps of linear warm-up."""
     adam_b1: float = 0.9
+    """Decay of Adam's mean of gradients, policy and critic."""
     adam_b2: float = 0.999
+    """Decay of Adam's mean of squared gradients, policy and critic."""
     adam_eps: float = 1e-8
+    """Added to the root in Adam's denominator."""
     weight_decay: float = 0.0
+    """Decoupled weight decay (AdamW), policy and critic."""
     grad_clip: float = 1.0
     """Global norm of the policy's gradient."""
     critic_grad_clip: float | None = None
@@ -143,7 +149,9 @@ class RunConfig:
     warm_start_steps: int = 600
     """Supervised steps on scripted demonstrations; 0 starts from random weights."""
     warm_start_batch: int = 64
+    """Demonstrations per supervised step."""
     warm_start_lr: float = 4e-3
+    """Highest learning rate of the warm start; it rises over a fifth of the steps and falls to a tenth."""
     demonstrations: int = 20_000
     """Distinct demonstrations."""
     init_from: str | None = None
@@ -159,14 +167,23 @@ class RunConfig:
 
     # -- model
     dim: int = 64
+    """Width of the residual stream."""
     layers: int = 2
+    """Transformer blocks."""
     heads: int = 4
+    """Query heads."""
     kv_heads: int = 2
+    """Key and value heads; divides --heads."""
     head_dim: int = 16
+    """Width of one head; even."""
     mlp_dim: int = 192
+    """Width of the gated MLP."""
     qk_norm: bool = False
+    """RMSNorm on queries and keys, per head."""
     untied: bool = False
+    """An output head of its own, instead of the transposed embedding."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of activations and matrix products; parameters, softmax and log-probs are float32 in both cases."""
 
     # -- devices
     devices: int | None = None
@@ -182,6 +199,7 @@ class RunConfig:
     checkpoint_every: int = 25
     """Updates between checkpoints."""
     keep_checkpoints: int = 3
+    """Newest checkpoints that stay on disk."""
 
     # -- derived -------------------------------------------------------------------------------------------------
 
@@ -192,9 +210,11 @@ class RunConfig:
         if (self.baseline or preset["baseline"]) != "critic":
             preset = {k: v for k, v in preset.items() if k not in CRITIC_ONLY}
         values = {k: v for k, v in preset.items() if getattr(self, k) is None}
-        if self.eps_low is not None or self.band is not None:
+        if self.eps_high is not None or self.band is not None:
             for name in ("band", "eps_low", "eps_high"):
                 values.pop(name, None)
+        if self.policy_loss == "tis":
+            values.pop("eps_low", None)
         if self.policy_loss not in (None, PRESETS[self.preset]["policy_loss"]):
             for name in ("outside", "denominator"):
                 if self.policy_loss != "dis":
@@ -246,7 +266,7 @@ class RunConfig:
         """(lo, hi) of a resolved configuration."""
         if self.band is not None:
             return parse_band(self.band)
-        return 1.0 - self.eps_low, 1.0 + self.eps_high
+        return 0.0 if self.eps_low is None else 1.0 - self.eps_low, 1.0 + self.eps_high
 
     def model(self, vocab_size: int) -> ModelConfig:
         return ModelConfig(
@@ -327,6 +347,10 @@ class RunConfig:
             raise ValueError(f"config.json has unknown keys: {', '.join(unknown)}")
         if missing:
             raise ValueError(f"config.json is damaged: {', '.join(missing)} missing")
+        kinds = typing.get_type_hints(cls)
+        for name, value in values.items():
+            if not _fits(value, kinds[name]):
+                raise ValueError(f"config.json is damaged: {name} is {value!r}; it must be {_allowed(kinds[name])}")
         return cls(**values)
 
 
@@ -364,6 +388,26 @@ def parse_band(text: str) -> tuple[float, float]:
     return low, high
 
 
+def _alternatives(kind: Any) -> tuple:
+    return typing.get_args(kind) if isinstance(kind, types.UnionType) or typing.get_origin(kind) is Union else (kind,)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a JSON value is one of the type that a flag has."""
+    for one in _alternatives(kind):
+        if typing.get_origin(one) is Literal:
+            if isinstance(value, str) and value in typing.get_args(one):
+                return True
+        elif type(value) is one or (one is float and type(value) is int):  # a bool is no int here
+            return True
+    return False
+
+
+def _allowed(kind: Any) -> str:
+    names = {int: "an integer", float: "a number", str: "a text", bool: "true or false", type(None): "null"}
+    return " or ".join(names.get(one) or ", ".join(typing.get_args(one)) for one in _alternatives(kind))
+
+
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
@@ -372,10 +416,13 @@ def check_effects(config: RunConfig) -> None:
     """Raises ValueError for an option that was given and would change nothing."""
     if config.band is not None and (config.eps_low is not None or config.eps_high is not None):
         raise ValueError("--band and --eps-low/--eps-high both set the band; give one of them")
-    if (config.eps_low is None) != (config.eps_high is None):
-        raise ValueError("--eps-low and --eps-high go together: one end of the band is missing")
     preset = PRESETS[config.preset]
     loss = config.policy_loss or preset["policy_loss"]
+    if loss == "tis" and config.eps_low is not None:
+        raise ValueError("--eps-low has no effect here; --policy-loss tis bounds weights from above only (--eps-high)")
+    if loss != "tis" and (config.eps_low is None) != (config.eps_high is None):
+        raise ValueError("--eps-low and --eps-high go together: one end of the band is missing")
+    drops = loss == "dis" and (config.outside or preset.get("outside")) in ("mask", "mask_sign")
     baseline = config.baseline or preset["baseline"]
     kl = config.kl or preset["kl"]
     critic, grouped = baseline == "critic", baseline in GROUP_BASELINES
@@ -388,9 +435,15 @@ def check_effects(config: RunConfig) -> None:
     ]
     rules += [
         ("outside", loss == "dis", "--policy-loss dis"),
-        ("denominator", loss in ("dis", "tis"), "--policy-loss dis or tis"),
+        # Clamped and truncated weights are never 0, so every token is kept.
+        (
+            "denominator",
+            drops or (loss in ("dis", "tis") and config.denominator == "action"),
+            "--outside mask or mask_sign",
+        ),
         ("sequence_kl", loss == "dis", "--policy-loss dis"),
         ("env_sigma", config.env_seconds is not None, "--env-seconds"),
+        ("micro_rows", not arrival, "--critic-update batch"),
         ("dual_clip", loss == "ppo", "--policy-loss ppo"),
         ("drop_dead_groups", grouped, "a group baseline (grpo, dr_grpo, rloo)"),
         (
@@ -425,14 +478,14 @@ def check_values(config: RunConfig) -> None:
         "critic_steps_per_actor": 1, "n_samples_per_prompt": 1, "eval_every": 0, "eval_tasks": 1, "checkpoint_every": 1,
         "keep_checkpoints": 1, "lr_warmup": 0, "micro_rows": 1, "devices": 1, "max_dead_groups": 1, "max_tokens": 2,
         "train_tasks": 1, "env_sigma": 0.0,
-        "lr": 0.0, "critic_lr": 0.0, "weight_decay": 0.0, "kl_step": 0.0, "seed": 0,
+        "lr": 0.0, "critic_lr": 0.0, "weight_decay": 0.0, "seed": 0,
     }  # fmt: skip
     above = {
         "temperature": 0.0, "grad_clip": 0.0, "critic_grad_clip": 0.0, "kl_target": 0.0, "warm_start_lr": 0.0,
         "adam_eps": 0.0, "env_timeout": 0.0, "value_clip": 0.0, "dual_clip": 1.0, "lambda_alpha": 0.0,
-        "env_seconds": 0.0, "sequence_kl": 0.0,
+        "env_seconds": 0.0, "sequence_kl": 0.0, "kl_step": 0.0,
     }  # fmt: skip
-    unit = ("gamma", "lambd", "critic_lambda", "adam_b1", "adam_b2")
+    unit = ("gamma", "lambd", "critic_lambda")
     for field in dataclasses.fields(config):
         name, value = field.name, getattr(config, field.name)
         if value is None:
@@ -445,6 +498,8 @@ def check_values(config: RunConfig) -> None:
             raise ValueError(f"{_flag(name)} is {value}; it must be above {above[name]:g}")
         if name in unit and not 0.0 <= value <= 1.0:
             raise ValueError(f"{_flag(name)} is {value}; it must lie in [0, 1]")
+        if name in ("adam_b1", "adam_b2") and not 0.0 <= value < 1.0:
+            raise ValueError(f"{_flag(name)} is {value}; it must lie in [0, 1), 1 excluded")
     low, high = config.band_ends()
     if not 0.0 <= low < 1.0 < high:
         raise ValueError(

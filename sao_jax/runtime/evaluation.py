@@ -40,11 +40,11 @@ def evaluate(
     """Runs the first `count` test instances at `temperature` (0: greedy).
 
     Attempts already under way on the engine go on beside them; what they end in is given to `other`. `dispatched` gets
-    the schedule of each burst.
+    the schedule of each burst. Raises ValueError if every attempt failed.
     """
     rewards: dict[int, float] = {}
     trajectories: dict[int, Trajectory] = {}
-    failed = started = 0
+    failed, started, reason = 0, 0, ""
     while len(rewards) < count:
         check()
         elsewhere = []
@@ -53,7 +53,7 @@ def evaluate(
             if index < 0:
                 elsewhere.append(item)
             elif isinstance(item, Failure):
-                failed += 1
+                failed, reason = failed + 1, item.reason
                 rewards[index] = 0.0
             else:
                 rewards[index], trajectories[index] = item.total_reward, item
@@ -65,4 +65,6 @@ def evaluate(
             started += 1
         if agents.dispatch():
             dispatched(agents.engine.last_schedule)
+    if failed == count:
+        raise ValueError(f"all {count} attempts of the evaluation failed; the last: {reason}")
     return Evaluation([rewards[i] for i in range(count)], failed, [trajectories[i] for i in sorted(trajectories)])

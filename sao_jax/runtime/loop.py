@@ -27,6 +27,12 @@ from sao_jax.runtime.ledger import staleness
 from sao_jax.runtime.loop_metrics import LoopMetrics
 from sao_jax.runtime.run import Run
 
+MAX_FAILED_IN_A_ROW = 50  # rollouts dropped because their environment failed, with none between that finished
+
+
+class FailedEnvironmentsError(ValueError):
+    """Every environment fails."""
+
 
 class Loop:
     """RL on one run; see the module's text.
@@ -56,6 +62,7 @@ class Loop:
         self._restarts: collections.deque[tuple[int, int]] = collections.deque()
         self._batch: list[int] = []  # rollouts that have arrived in the batch, as planned
         self._planned_updates = 0
+        self._failed_in_a_row, self._failure = 0, ""
         self._next = run.ledger.next_rollout()
         self._schedule: list[tuple[str, Any]] = []  # events to be written with the next transaction
         self._rows: dict[int, Trajectory] = {}  # arrivals that are durable and not yet applied
@@ -89,6 +96,10 @@ class Loop:
                     break
         finally:
             timer.switch("other")
+        if not self.updates and set(self.metrics.dropped) == {"failed"}:
+            raise FailedEnvironmentsError(
+                f"all {self.metrics.dropped['failed']} rollouts failed; the last: {self._failure}"
+            )
         self.metrics.flush()
 
     def _over(self, live: bool) -> bool:
@@ -203,6 +214,7 @@ class Loop:
     def _finished(self, t: Trajectory) -> None:
         location = self.run.store.append(save_trajectory(t))
         self.run.ledger.finish(t.rollout, vars(location), t.total_reward)
+        self._failed_in_a_row = 0
         if not self._collecting:
             self.metrics.finished(t)
             self._decided(self._collector.add(t))
@@ -216,6 +228,11 @@ class Loop:
         if attempts < self.config.max_attempts:
             return [(failure.rollout, self.run.ledger.restart(failure.rollout))]
         self._drop(failure.rollout, "failed")
+        self._failed_in_a_row, self._failure = self._failed_in_a_row + 1, failure.reason
+        if self._failed_in_a_row >= MAX_FAILED_IN_A_ROW:
+            raise FailedEnvironmentsError(
+                f"{self._failed_in_a_row} rollouts in a row failed in all of their attempts; the last: {self._failure}"
+            )
         self._decided(self._collector.lose(failure.rollout // self.config.n_samples_per_prompt))
         return []
 

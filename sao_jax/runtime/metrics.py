@@ -135,12 +135,19 @@ def _remove_after(path: pathlib.Path, step: int) -> None:
     temporary.replace(path)
 
 
+def require_tensorboard() -> None:
+    """Raises ValueError, which says what to install, where TensorBoard events cannot be written."""
+    try:
+        import tensorboardX  # noqa: F401
+    except ImportError:
+        raise ValueError("--tensorboard needs tensorboardX: pip install 'sao_jax[tensorboard]'") from None
+
+
 def _tensorboard_writer(folder: str | os.PathLike | None, resume_step: int | None):
     if folder is None:
         return None
-    try:
-        from tensorboardX import SummaryWriter
-    except ImportError:
-        raise ValueError("--tensorboard needs tensorboardX: pip install 'sao_jax[tensorboard]'") from None
+    require_tensorboard()
+    from tensorboardX import SummaryWriter
+
     # TensorBoard hides what an earlier part of the run wrote from purge_step on.
     return SummaryWriter(str(folder), purge_step=None if resume_step is None else resume_step + 1)

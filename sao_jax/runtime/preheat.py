@@ -26,7 +26,11 @@ def fit_critic(
     All of the critic is trained, also what stays fixed during RL. A function of the rows, their order and the seed.
     `report(epoch, held-out explained variance, loss)` is called after each pass. Returns the explained variances,
     the one before the first pass included; fewer than `HELD_OUT` rows are all trained on, for all epochs.
+
+    Raises ValueError without rows.
     """
+    if not rows:
+        raise ValueError("there is no trajectory to preheat the critic on: every preheating rollout was dropped")
     held_out, train = rows[::HELD_OUT], [row for i, row in enumerate(rows) if i % HELD_OUT]
     if len(rows) < HELD_OUT:
         held_out, train = [], rows

@@ -14,7 +14,9 @@ import numpy as np
 from sao_jax.data.trajectory import Trajectory
 from sao_jax.rollout.engine import Request
 from sao_jax.runtime.checkpoints import Checkpoints
+from sao_jax.runtime.config import RunConfig
 from sao_jax.runtime.evaluation import FIRST_ID
+from sao_jax.runtime.ledger import Ledger
 from sao_jax.runtime.run import Run, open_run, read_config
 from sao_jax.runtime.train import Stages
 
@@ -40,6 +42,7 @@ def replay(
         if newest is None:
             raise ValueError(f"{source} has no complete checkpoint to compare with")
         target = recorded.read_meta(newest)["position"]
+        _check_preheated(config, source)
         run = open_run(config, folder, resume=(folder / "config.json").exists(), source=source)
         try:
             if resample and run.checkpoints.newest() is not None:
@@ -56,6 +59,13 @@ def replay(
             return figures
         finally:
             run.close()
+
+
+def _check_preheated(config: RunConfig, source: pathlib.Path) -> None:
+    if config.has_critic and (config.preheat_rollouts or config.preheat_from):
+        with Ledger(source / "ledger.sqlite", read_only=True) as ledger:
+            if next(iter(ledger.events(kinds=("preheat",))), None) is None:
+                raise ValueError("the recorded run ended before its critic was preheated; there is nothing to replay")
 
 
 def compare(a: dict, b: dict) -> dict[str, Any]:

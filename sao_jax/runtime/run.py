@@ -7,10 +7,11 @@ import math
 import pathlib
 import random
 import time
+from collections.abc import Callable
 
 import jax
 
-from sao_jax.data.protocols import TaskFamily
+from sao_jax.data.protocols import TaskFamily, Tokenizer
 from sao_jax.data.storage import Location, TrajectoryStore
 from sao_jax.data.trajectory import Trajectory, load_trajectory
 from sao_jax.envs.registry import make_family
@@ -20,14 +21,16 @@ from sao_jax.models.decoder import init_params
 from sao_jax.rollout.agents import Agents
 from sao_jax.rollout.clock import Clock
 from sao_jax.rollout.engine import Engine
-from sao_jax.runtime.checkpoints import Checkpoints
+from sao_jax.runtime.checkpoints import Checkpoints, write_durably
 from sao_jax.runtime.config import RunConfig
 from sao_jax.runtime.devices import CompileCounter, data_mesh
 from sao_jax.runtime.evaluation import FIRST_ID
 from sao_jax.runtime.fingerprint import differences, fingerprint
 from sao_jax.runtime.ledger import Ledger, LedgerError
-from sao_jax.runtime.metrics import MetricsLog, StageTimer
+from sao_jax.runtime.metrics import MetricsLog, StageTimer, require_tensorboard
+from sao_jax.runtime.warm_start import check_demonstrations
 
+LOOKED_AT = 64  # train instances whose prompts and demonstrations are looked at before a run begins
 NO_STEP = -(10**9)  # before every step: a resumed run without a checkpoint keeps none of its metrics
 
 
@@ -156,17 +159,29 @@ def open_run(
 
     With `source` the ledger and the trajectories are those of another run, for reading only.
 
-    Raises ValueError (also LedgerError) when the folder is in use, exists already, or holds another run.
+    Raises ValueError (also LedgerError) when the folder is in use, exists already, or holds another run, and when the
+    configuration does not fit the task, the devices or the runs it is to start from; no folder is made then.
     """
     family, context = family_and_context(config)
     compiles = CompileCounter()
     mesh = data_mesh(config.devices)
+    checkpoints = Checkpoints(folder / "checkpoints", keep=config.keep_checkpoints)
+    newest = checkpoints.newest() if resume else None
+    if not resume and source is None:
+        check_task(config, family, context)
+        if config.shard_params and mesh.size == 1:
+            raise ValueError("--shard-params has no effect here; it needs more than one device")
+    if newest is None:
+        check_sources(config, family, context)
+    if tensorboard:
+        require_tensorboard()
     learner = make_learner(config, family, context, mesh)
     engine = make_engine(config, family, context, learner)
     clock = Clock()
     agents = make_agents(config, family, context, engine, clock)
+    ledger = Ledger(source / "ledger.sqlite", read_only=True) if source else None
     folder.mkdir(parents=True, exist_ok=True)
-    if source is None:
+    if ledger is None:
         path = folder / "ledger.sqlite"
         if resume and not path.exists() and (folder / "checkpoints").exists():
             raise ValueError(f"{folder} has checkpoints but no ledger.sqlite; without it the run cannot be continued")
@@ -177,16 +192,12 @@ def open_run(
         except LedgerError:
             ledger.close()  # or the refused folder would stay locked
             raise
-    else:
-        ledger = Ledger(source / "ledger.sqlite", read_only=True)
     store = TrajectoryStore((source or folder) / "trajectories")
     if source is None:
         # What lies behind the last record the ledger knows was never acknowledged.
         location = ledger.last_location()
         store.truncate_after(Location(**location) if location else None)
-    (folder / "config.json").write_text(config.to_json())  # before the first metrics: without it nothing is resumed
-    checkpoints = Checkpoints(folder / "checkpoints", keep=config.keep_checkpoints)
-    newest = checkpoints.newest() if resume else None
+    write_durably(folder / "config.json", config.to_json())  # before the first metrics: without it nothing is resumed
     resume_step = None if not resume else NO_STEP if newest is None else checkpoints.read_meta(newest)["version"]
     log = MetricsLog(
         folder / "metrics.jsonl", resume_step=resume_step, tensorboard=folder / "tensorboard" if tensorboard else None
@@ -200,10 +211,98 @@ def open_run(
 def _check_fingerprint(folder: pathlib.Path) -> None:
     present, path = fingerprint(), folder / "fingerprint.json"
     if path.exists():
-        changed = differences(json.loads(path.read_text()), present)
-        if changed:
-            print(f"note: replay is not bitwise across a change of {'; '.join(changed)}", flush=True)
-    path.write_text(json.dumps(present, indent=1))
+        try:
+            changed = differences(dict(json.loads(path.read_text())), present)
+        except (ValueError, TypeError):
+            print(f"note: {path} is damaged; what the run was computed with before is not known", flush=True)
+        else:
+            if changed:
+                print(f"note: replay is not bitwise across a change of {'; '.join(changed)}", flush=True)
+    write_durably(path, json.dumps(present, indent=1))
+
+
+# -- checks before a run begins ----------------------------------------------------------------------------------------
+
+
+def check_task(config: RunConfig, family: TaskFamily, context: int) -> None:
+    """Raises ValueError for flags without effect on this task, and if prompts or demonstrations do not fit."""
+    if not family.fast:
+        return  # its environments may take long, or hang: prompts that do not fit are dropped when they come
+    for name in ("env_workers", "env_timeout"):
+        if getattr(config, name) != getattr(RunConfig, name):
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} has no effect here; it needs a task that is not fast, and {family.name!r} is")
+    longest = max(_prompt_length(family, index) for index in range(LOOKED_AT))
+    if longest >= context:
+        raise ValueError(
+            f"prompts of task {family.name!r} have up to {longest} tokens, so {context} leave no room for an action; "
+            + (
+                f"--max-tokens must be at least {longest + 1}"
+                if longest < family.max_tokens
+                else f"the task's own max_tokens of {family.max_tokens} is too small"
+            )
+        )
+    if config.warm_start_steps and not config.init_from:
+        check_demonstrations(config, family, context, LOOKED_AT)
+
+
+def _prompt_length(family: TaskFamily, index: int) -> int:
+    try:
+        return len(family.tokenizer.encode(family.environment().reset(family.instance("train", index))))
+    except Exception:  # the user's code may raise anything; that is one failed attempt later, not a failed run
+        return 0
+
+
+def check_sources(config: RunConfig, family: TaskFamily, context: int) -> None:
+    """Raises ValueError, naming the flag, if a run that this one is to start from is none or does not fit."""
+    for name, check in (("init_from", _check_policy_source), ("preheat_from", _check_rollout_source)):
+        if (folder := getattr(config, name)) is None:
+            continue
+        try:
+            _check_source(config, family, context, pathlib.Path(folder), check)
+        except ValueError as error:
+            raise ValueError(f"--{name.replace('_', '-')} {folder}: {error}") from None
+
+
+def _check_source(config: RunConfig, family: TaskFamily, context: int, folder: pathlib.Path, check: Callable) -> None:
+    if not folder.is_dir():
+        raise ValueError("no such folder")
+    if not (folder / "config.json").exists():
+        raise ValueError("not a run folder: it has no config.json")
+    other = read_config(folder)
+    its_family, its_context = family_and_context(other)
+    if not same_vocabulary(its_family.tokenizer, family.tokenizer):
+        raise ValueError(f"its task {other.task} has another alphabet or vocabulary than {config.task}")
+    vocabulary = family.tokenizer.vocab_size
+    check(folder, mine=config.model(vocabulary), its=other.model(vocabulary), context=context, its_context=its_context)
+
+
+def _check_policy_source(folder: pathlib.Path, *, mine, its, **_) -> None:
+    if mine != its:
+        changed = [f.name for f in dataclasses.fields(mine) if getattr(mine, f.name) != getattr(its, f.name)]
+        names = "; ".join(f"{name} {getattr(its, name)}, not {getattr(mine, name)}" for name in changed)
+        raise ValueError(f"it has another model: {names}")
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        if checkpoints.newest() is None:
+            raise ValueError("it has no complete checkpoint")
+
+
+def _check_rollout_source(folder: pathlib.Path, *, context: int, its_context: int, **_) -> None:
+    if its_context > context:
+        raise ValueError(f"its rows have up to {its_context} tokens, this run's {context} (--max-tokens)")
+    if not (folder / "ledger.sqlite").exists():
+        raise ValueError("not a run folder: it has no ledger.sqlite")
+    with Ledger(folder / "ledger.sqlite", read_only=True) as ledger:
+        if ledger.last_location() is None:
+            raise ValueError("it holds no finished trajectory")
+
+
+def same_vocabulary(a: Tokenizer, b: Tokenizer) -> bool:
+    """Whether equal ids mean equal text."""
+    if a is b:
+        return True
+    same = (a.vocab_size, a.pad_id) == (b.vocab_size, b.pad_id)
+    return same and all(a.decode([i]) == b.decode([i]) for i in range(a.vocab_size))
 
 
 def read_config(folder: pathlib.Path) -> RunConfig:

@@ -11,6 +11,7 @@ import numpy as np
 
 from sao_jax.data.rows import blank_row
 from sao_jax.report.intervals import wilson
+from sao_jax.runtime.checkpoints import write_durably
 from sao_jax.runtime.config import RunConfig
 from sao_jax.runtime.evaluation import evaluate
 from sao_jax.runtime.loop import Loop
@@ -79,8 +80,6 @@ class Stages:
         run.engine.publish(run.learner.published_policy(), run.learner.version)
         if self._has_events("preheat"):
             position = max(position, self._preheat(position))
-        elif self._preheats:
-            raise ValueError("the recorded run ended before its critic was preheated; there is nothing to replay")
         self.display.stage("replaying", self.config.rollouts, "rollouts")
         self._interruptible(lambda: self.loop.reapply(position, updates, observe, until=target))
         self.metrics.flush()
@@ -135,11 +134,8 @@ class Stages:
         run.learner.load(run.learner.programs.new_state(policy), 0)
 
     def _policy_of(self, folder: pathlib.Path) -> dict:
-        """The newest policy of another run with the same model."""
+        """The newest policy of another run, which has the same model: see `check_sources`."""
         other = read_config(folder)
-        model = self.run.learner.programs.config
-        if other.model(model.vocab_size) != model:
-            raise ValueError(f"--init-from {folder} has another model: {other.model(model.vocab_size)}, not {model}")
         learner = make_learner(other, self.run.family, self.run.context, self.run.mesh)
         policy, _ = restored_policy(other, folder, learner)
         return jax.device_put(policy, jax.NamedSharding(self.run.mesh, jax.P()))
@@ -204,9 +200,10 @@ class Stages:
         start, before = time.monotonic(), run.compiles.count
         self.display.stage("compiling", 1, "")
         blank = blank_row(run.context)
+        preheat = self._preheats or bool(self.config.num_critic_only_steps)
         with run.clock.stopped():
-            sampler = run.engine.warm_up()
-            learner = run.learner.warm_up(blank, preheat=self._preheats or bool(self.config.num_critic_only_steps))
+            sampler = run.engine.warm_up(self.check)
+            learner = run.learner.warm_up(blank, preheat=preheat, check=self.check)
         self.metrics.mark_compiled()
         self.display.advance(1)
         line = {"stage": "compile", "time_s": run.seconds(), "programs": run.compiles.count - before}
@@ -241,6 +238,7 @@ class Stages:
             "eval/low": low,
             "eval/high": high,
             "eval/n": len(result.rewards),
+            "eval/failed": result.failed,
             "eval/greedy": greedy,
             "eval/reward": float(np.mean(result.rewards)),
         }
@@ -252,7 +250,7 @@ class Stages:
         how = "greedy" if greedy else "sampled"
         self.display.note(
             f"{name}, version {version}: held-out success {figures['eval/success']:.3f} [{low:.3f}, {high:.3f}] "
-            f"({how}, {len(result.rewards)} instances)"
+            f"({how}, {len(result.rewards)} instances{f', {result.failed} failed' if result.failed else ''})"
         )
         return figures
 
@@ -281,6 +279,7 @@ class Stages:
             "low": sampled["eval/low"],
             "high": sampled["eval/high"],
             "n": sampled["eval/n"],
+            "failed": sampled["eval/failed"],
             "greedy_success": greedy["eval/success"],
             "version": run.learner.version,
             "rollouts": counts["handed_out"],
@@ -288,5 +287,5 @@ class Stages:
             "seconds": run.seconds(),
             "recompilations": run.compiles.count - self.metrics.compiled,
         }
-        (run.folder / "evaluation.json").write_text(json.dumps(figures, indent=1))
+        write_durably(run.folder / "evaluation.json", json.dumps(figures, indent=1))
         return figures

@@ -1,5 +1,6 @@
 """The first stage: supervised steps on scripted demonstrations. A function of the configuration alone."""
 
+import dataclasses
 import random
 from collections.abc import Callable
 
@@ -63,6 +64,11 @@ def warm_start(
         if step % 10 == 9 or step + 1 == config.warm_start_steps:
             report(step + 1, float(loss))
     return state["params"]
+
+
+def check_demonstrations(config: RunConfig, family: TaskFamily, length: int, count: int) -> None:
+    """Raises ValueError if the task has no expert, or one of the first `count` demonstrations does not fit."""
+    _play(family, dataclasses.replace(config, demonstrations=min(count, config.demonstrations)), length, lambda: None)
 
 
 def _play(family, config, length, check):

@@ -56,11 +56,18 @@ def train(*arguments, environment, **options):
         (["--task", "calculater"], "error: unknown task 'calculater'; allowed: arithmetic, calculator"),
         (["--task", "calculator:levell=2"], "has no option 'levell'; allowed:"),
         (["--max-tokens", "100000"], "error: --max-tokens is 100000; task 'calculator' allows"),
+        (["--max-tokens", "5"], "leave no room for an action; --max-tokens must be at least"),
+        (["--env-workers", "2"], "error: --env-workers has no effect here"),
+        (["--init-from", "nowhere"], "error: --init-from nowhere: no such folder"),
         (["--resume", "nowhere"], "error: nowhere is not a run folder"),
         (["--replay", "nowhere"], "error: nowhere is not a run folder"),
         (["--resume", "a", "--replay", "b"], "exclude each other"),
         (["--resume", "a", "--lr", "0.1"], "error: --lr: a run is continued or replayed with the flags"),
+        (["--resume", "a", "--batch-size", "64"], "error: --batch-size: a run is continued or replayed with the flags"),
+        (["--resume=a", "--batch_size=64"], "error: --batch-size: a run is continued or replayed with the flags"),
+        (["--replay", "a", "--rollouts", "12000"], "error: --rollouts: a run is continued or replayed with the flags"),
         (["--resume", "a", "--run-dir", "b"], "error: --run-dir has no effect with --resume"),
+        (["--replay", "a", "--tensorboard"], "error: --tensorboard has no effect with --replay"),
         (["--resample"], "error: --resample has no effect here; it needs --replay"),
         (["--freeze-critic", "no/such/*", *TINY], "pattern 'no/such/*' matches no parameter"),
         (
@@ -77,7 +84,7 @@ def test_a_wrong_wish_is_one_line_and_exit_code_2(arguments, says, environment, 
     assert "Traceback" not in result.stderr
     if says.startswith("error"):
         assert len(result.stderr.strip().splitlines()) == 1, result.stderr
-    assert not list(tmp_path.glob("runs/*/config.json")), "a refused run left a folder"
+    assert not (tmp_path / "runs").exists(), "a refused run left a folder"
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(environment, tmp_path):
@@ -101,6 +108,21 @@ def test_a_damaged_config_file_is_named(environment, tmp_path):
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
     assert "config.json" in result.stderr
+
+
+def test_only_our_own_errors_are_shown_as_one_line(tmp_path):
+    """A user's module below a folder with our name is no part of the package."""
+    from experiments import _cli
+
+    for path, ours in (
+        (tmp_path / "sao_jax" / "task.py", False),
+        (tmp_path / "my_experiments.py", False),
+        (ROOT / "sao_jax" / "runtime" / "x.py", True),
+        (ROOT / "experiments" / "x.py", True),
+    ):
+        with pytest.raises(ValueError, match="told") as caught:
+            exec(compile("raise ValueError('told')", str(path), "exec"))
+        assert _cli._is_ours(caught.value) is ours, path
 
 
 @pytest.mark.parametrize("form", [["-m", "experiments.train"], [ROOT / "experiments" / "train.py"]])
@@ -150,6 +172,22 @@ def test_a_constant_reward_ends_with_the_reason(environment, tmp_path):
     assert result.returncode == 2, result.stderr[-3000:]
     assert "4 groups in a row had equal rewards" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.slow
+def test_a_task_that_always_fails_is_an_error(environment, tmp_path):
+    (tmp_path / "broken.py").write_text(
+        "from sao_jax.envs.arithmetic import Arithmetic\n"
+        "class Broken(Arithmetic):\n"
+        "    def respond(self, problem, actions):\n"
+        "        raise RuntimeError('no sandbox')\n"
+    )
+    arguments = ["--task", tmp_path / "broken.py:Broken", "--warm-start-steps", 0, "--run-dir", tmp_path / "run"]
+    result = train(*arguments, *flags(MODEL, RUN, PREHEAT), environment=environment)
+    assert result.returncode == 2, result.stderr[-3000:]
+    assert "error: all 16 attempts of the evaluation failed; the last: environment: RuntimeError: no sandbox" in (
+        " ".join(result.stderr.split())
+    )
 
 
 def _lines(folder):

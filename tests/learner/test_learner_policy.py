@@ -128,6 +128,36 @@ def test_parameters_after_the_update_are_those_of_clipped_adam(learner):
     assert learner.version == 1
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_penalty_is_divided_by_its_own_count_of_tokens(devices):
+    """Most tokens fall out of the band; the divergence is over all of them."""
+    coefficient, numbers = 0.7, NUMBERS | {"grad_clip": 1e9}
+    choices = Choices(baseline="given", kl="penalty", outside="mask", denominator="kept")
+    learner = restart(make_learner(choices, devices=devices), **numbers)
+    learner.state["kl_coef"] = jnp.full_like(learner.state["kl_coef"], coefficient)
+    rows = rows_with_ratios(seed=4)
+    policy, batch = host(learner.state["policy"]), stack_rows(rows)
+    loss, kept, _ = reference_gradient("mask", policy, rows)
+    mask, tokens = batch["action_mask"], int(batch["action_mask"].sum())
+    assert 0 < kept < 0.8 * tokens
+
+    @jax.jit
+    def divergence(policy):
+        model = bind(MODEL, policy)
+        logp = next_token_logprobs(model(batch["tokens"]), model.head(), batch["tokens"], batch["temperature"])[0]
+        d = logp - batch["rollout_logp"]
+        return jnp.sum(jnp.where(mask, jnp.expm1(d) - d, 0.0)) / tokens
+
+    expected = jax.tree.map(lambda a, b: a + coefficient * np.asarray(b), loss, jax.grad(divergence)(policy))
+    metrics = put_all(learner, rows).update()
+    assert float(metrics["policy_count"]) == kept
+    norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(expected)))
+    assert float(metrics["policy_grad_norm"]) == pytest.approx(norm, rel=1e-4)
+    # After one step Adam's mean of gradients is a tenth of this one.
+    assert_close(jax.tree.map(lambda m: m / 0.1, host(learner.state["policy_opt"].mu)), expected, 1e-4)
+    assert all(np.all(g == 0) for g in jax.tree.leaves(host(learner._totals["penalty"])))
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("name", ["clip", "ppo", "tis"])
 def test_good_actions_become_likelier_and_bad_ones_less_likely(name, sign):

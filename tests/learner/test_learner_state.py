@@ -56,6 +56,20 @@ def some_updates(learner, count=5, seed=0):
     return metrics
 
 
+def test_compiling_can_be_interrupted_between_any_two_programs():
+    counter, at = CompileCounter(), []
+
+    def check():
+        at.append(counter.count)
+
+    fresh = make_learner(CHOICES, devices=2, **NUMBERS)
+    fresh.warm_up(blank_row(LENGTH), preheat=True, check=check)
+    assert max(np.diff([*at, counter.count])) <= 2, "more than a program and a conversion of its arguments"
+    calls = len(at)
+    some_updates(fresh)
+    assert len(at) == calls, "checked in training too"
+
+
 def test_nothing_compiles_after_warm_up(learner):
     counter = CompileCounter()
     some_updates(learner)

@@ -324,7 +324,7 @@ def test_a_kill_between_arrays_and_checksums_leaves_the_step_before(tmp_path, mo
         def killed(*_):
             raise OSError("killed")
 
-        monkeypatch.setattr(checkpoints_module, "_write_durably", killed)
+        monkeypatch.setattr(checkpoints_module, "write_durably", killed)
         checkpoints.save(1, {"w": np.ones(2)}, {"version": 1})
         with pytest.raises(CheckpointError, match="killed"):
             checkpoints.wait()

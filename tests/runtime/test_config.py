@@ -1,6 +1,10 @@
+import ast
 import dataclasses
+import inspect
+import itertools
 import json
 import math
+import re
 
 import pytest
 
@@ -34,6 +38,11 @@ def test_options_of_the_critic_are_errors_without_one(name, baseline):
         (dict(policy_loss="ppo", outside="mask"), "--outside has no effect"),
         (dict(policy_loss="tis", outside="mask"), "--outside has no effect"),
         (dict(policy_loss="ppo", denominator="kept"), "--denominator has no effect"),
+        (dict(denominator="kept"), "--denominator has no effect here; it needs --outside mask or mask_sign"),
+        (dict(preset="paper", outside="clip", denominator="kept"), "--denominator has no effect"),
+        (dict(policy_loss="tis", denominator="kept"), "--denominator has no effect"),
+        (dict(policy_loss="tis", eps_low=0.3, eps_high=1.0), "--eps-low has no effect"),
+        (dict(critic_update="arrival", micro_rows=2), "--micro-rows has no effect"),
         (dict(dual_clip=3.0), "--dual-clip has no effect"),
         (dict(drop_dead_groups=True), "--drop-dead-groups has no effect"),
         (dict(max_dead_groups=3), "--max-dead-groups has no effect"),
@@ -85,6 +94,17 @@ def test_band(flags, message):
         return
     with pytest.raises(ValueError, match=message):
         RunConfig(**flags).resolved()
+
+
+@pytest.mark.parametrize("flags", [dict(preset="paper"), dict(outside="mask_sign"), dict(outside="mask")])
+def test_the_denominator_may_be_what_is_kept_where_tokens_are_dropped(flags):
+    assert RunConfig(**flags, denominator="kept").resolved().choices().denominator == "kept"
+
+
+def test_truncation_has_no_lower_end():
+    assert RunConfig(policy_loss="tis", eps_high=1.0).resolved().band_ends() == (0.0, 2.0)
+    assert RunConfig(preset="paper", policy_loss="tis").resolved().band_ends() == (0.0, 6.0)
+    assert RunConfig(policy_loss="tis").resolved().band_ends() == (0.1, 10.0)
 
 
 def test_band_is_the_same_as_ends_and_as_offsets():
@@ -144,8 +164,8 @@ def test_flags_reach_the_objective():
 
 
 def test_a_number_of_zero_is_zero():
-    numbers = RunConfig(critic_lr=0.0, critic_lambda=0.0, kl="penalty", kl_step=0.0).resolved().numbers()
-    assert (numbers.critic_lr, numbers.critic_lambda, numbers.kl_step) == (0.0, 0.0, 0.0)
+    numbers = RunConfig(critic_lr=0.0, critic_lambda=0.0).resolved().numbers()
+    assert (numbers.critic_lr, numbers.critic_lambda) == (0.0, 0.0)
 
 
 INTEGERS = [f.name for f in dataclasses.fields(RunConfig) if str(f.type).split(" ")[0].removesuffix("]") == "int"
@@ -187,6 +207,9 @@ def test_negative_counts_are_errors(name):
         (dict(forced_staleness=1, over_stale="wait"), "--over-stale must be train"),
         (dict(temperature=0.0), "--temperature is 0.0; it must be above 0"),
         (dict(gamma=1.1), r"must lie in \[0, 1\]"),
+        (dict(adam_b1=1.0), r"--adam-b1 is 1.0; it must lie in \[0, 1\), 1 excluded"),
+        (dict(adam_b2=1.0), r"--adam-b2 is 1.0; it must lie in \[0, 1\), 1 excluded"),
+        (dict(kl="penalty", kl_step=0.0), "--kl-step is 0.0; it must be above 0"),
         (dict(dual_clip=1.0, policy_loss="ppo"), "must be above 1"),
     ],
 )
@@ -205,3 +228,34 @@ def test_resolving_twice_changes_nothing():
     for preset in PRESETS:
         config = RunConfig(preset=preset).resolved()
         assert RunConfig.from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("batch_size", "64", "an integer"),
+        ("batch_size", True, "an integer"),
+        ("batch_size", 6.5, "an integer"),
+        ("lr", "fast", "a number"),
+        ("critic_lr", [1], "a number or null"),
+        ("qk_norm", 1, "true or false"),
+        ("preset", "papers", "seed, paper, grpo"),
+        ("kl", 3, "smooth, penalty, off or null"),
+        ("task", None, "a text"),
+    ],
+)
+def test_a_config_file_with_a_value_of_a_wrong_type_is_refused(name, value, allowed):
+    text = json.dumps(json.loads(RunConfig().resolved().to_json()) | {name: value})
+    with pytest.raises(ValueError, match=re.escape(f"{name} is {value!r}; it must be {allowed}")):
+        RunConfig.from_json(text)
+
+
+def test_every_flag_has_a_help_text():
+    body = ast.parse(inspect.getsource(RunConfig)).body[0].body
+    names = [
+        field.target.id
+        for field, after in itertools.pairwise(body)
+        if isinstance(field, ast.AnnAssign)
+        and not (isinstance(after, ast.Expr) and isinstance(getattr(after.value, "value", None), str))
+    ]
+    assert names == []

@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from helpers import MODEL_FLAGS, Record, SilentDisplay, quick_compile  # noqa: F401
+from helpers import MODEL_FLAGS, Record, SilentDisplay, Tiny, TinyEnvironment, quick_compile  # noqa: F401
 
 from sao_jax.runtime.checkpoints import Checkpoints
 from sao_jax.runtime.collector import DeadGroupsError
@@ -20,10 +20,10 @@ CRITIC = dict(preheat_rollouts=0)
 GROUPS = dict(preset="grpo", n_samples_per_prompt=2)
 
 
-def run(folder, check=lambda: None, **flags):
+def run(folder, check=lambda: None, display=None, **flags):
     """Trains; returns (figures, record of the folder, notes)."""
     flags = BASE | (CRITIC if flags.get("preset") != "grpo" and "baseline" not in flags else {}) | flags
-    display = SilentDisplay()
+    display = display or SilentDisplay()
     figures = train(RunConfig(**flags).resolved(), folder, display, check=check)
     record = Record(folder)
     assert record.counts == figures["counts"]
@@ -235,13 +235,58 @@ def test_other_baselines_use_all(tmp_path, baseline):
     [("raise", "broken on purpose"), ("nan", "not finite"), ("hang", "no answer within")],
 )
 def test_a_failing_environment_is_tried_again_then_dropped(tmp_path, bad, says):
-    flags = dict(task=f"tiny:bad={bad},every=6", max_attempts=2, env_timeout=0.3, rollouts=12)
-    _, record, notes = run(tmp_path, **flags)
+    flags = dict(task=f"tiny:bad={bad},every=6", max_attempts=2, rollouts=12)
+    _, record, notes = run(tmp_path, **flags, **{"env_timeout": 0.3} if bad == "hang" else {})
     assert record.dropped == {("failed", "tiny/train/5"): 1, ("failed", "tiny/train/11"): 1}
     assert [(p["rollout"], p["attempt"]) for p in record.of_kind("restart")] == [(5, 1), (11, 1)]
     assert record.counts["trained"] == 10
     assert sum(says in note for note in notes) == 4
     assert updates_of(record)[-1]["async/dropped_failed"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (dict(rollouts=400), "50 rollouts in a row failed in all of their attempts; the last: .*broken on purpose"),
+        (dict(rollouts=12), "all 12 rollouts failed; the last: .*broken on purpose"),
+        (dict(rollouts=12, preheat_rollouts=6), "no trajectory to preheat the critic on"),
+    ],
+)
+def test_an_environment_that_always_fails_ends_the_run(tmp_path, flags, says):
+    with pytest.raises(ValueError, match=says):
+        run(tmp_path, task="tiny:bad=raise,every=1", max_attempts=2, **flags)
+
+
+def test_an_evaluation_in_which_every_attempt_fails_is_an_error(tmp_path, monkeypatch):
+    def broken(self, action):
+        if self._instance.split == "test" and self._instance.index >= first:
+            raise RuntimeError("no sandbox")
+        return step(self, action)
+
+    step, first = TinyEnvironment.step, 2
+    monkeypatch.setattr(TinyEnvironment, "step", broken)
+    figures, record, notes = run(tmp_path / "some", rollouts=4)
+    assert (figures["n"], figures["failed"]) == (4, 2)
+    assert {line["eval/failed"] for line in record.lines if line.get("stage") == "eval"} == {2}
+    assert any("4 instances, 2 failed" in note for note in notes)
+    first = 0
+    with pytest.raises(ValueError, match=r"all 4 attempts of the evaluation failed; the last: .*no sandbox"):
+        run(tmp_path / "all", rollouts=4)
+
+
+def test_a_prompt_that_leaves_no_room_is_dropped_with_its_reason(tmp_path, monkeypatch):
+    """Such prompts may come after those that are looked at before the run."""
+    monkeypatch.setattr("sao_jax.runtime.run.LOOKED_AT", 1)
+    prompt, spared = Tiny.prompt, Tiny().instance("train", 0).problem % 3
+
+    def long_or_short(self, problem):
+        return prompt(self, problem) if problem % 3 == spared else "a" * 9 + "?"
+
+    monkeypatch.setattr(Tiny, "prompt", long_or_short)
+    _, record, notes = run(tmp_path, rollouts=16)
+    assert {reason for reason, _ in record.dropped} == {"failed"}
+    assert record.counts["trained"] + record.counts["dropped"] == 16
+    assert any("prompt of 10 tokens in a budget of 10" in note for note in notes)
 
 
 @pytest.mark.slow
@@ -282,22 +327,22 @@ def test_a_run_may_start_from_the_policy_of_another(tmp_path):
     with Checkpoints(tmp_path / "first/checkpoints") as first, Checkpoints(tmp_path / "second/checkpoints") as second:
         assert first.read_meta(first.newest())["version"] == 2
         assert second.read_meta(second.newest())["version"] == 1
-    with pytest.raises(ValueError, match="has another model"):
+    with pytest.raises(ValueError, match="another model: dim 16, not 32"):
         run(tmp_path / "third", init_from=str(tmp_path / "first"), warm_start_steps=600, dim=32)
-    with pytest.raises(ValueError, match="not a run folder"):
-        run(tmp_path / "fourth", init_from=str(tmp_path / "nothing"), warm_start_steps=600)
+    assert not (tmp_path / "third").exists()
 
 
 def test_an_error_in_the_loop_ends_the_run(tmp_path):
-    calls = []
+    calls, display = [], SilentDisplay()
 
     def check():
-        calls.append(0)
+        if not display.compiling:
+            calls.append(0)
         if len(calls) == 12:
             raise ZeroDivisionError("injected")
 
     with pytest.raises(ZeroDivisionError, match="injected"):
-        run(tmp_path, check=check, rollouts=400)
+        run(tmp_path, check=check, display=display, rollouts=400)
     # What it had recorded is consistent, and the folder is free for a resume.
     record = Record(tmp_path)
     assert record.counts["handed_out"] == sum(record.counts[k] for k in ("running", "finished", "trained", "dropped"))

@@ -36,13 +36,13 @@ NO_CRITIC = dict(preheat_rollouts=None, preheat_epochs=None)
 
 
 class StopAt:
-    """A check that interrupts its n-th call."""
+    """A check that interrupts its n-th call, those between compiled programs not counted."""
 
-    def __init__(self, n):
-        self.left = n
+    def __init__(self, n, display):
+        self.left, self.display = n, display
 
     def __call__(self):
-        self.left -= 1
+        self.left -= not self.display.compiling
         if self.left == 0:
             raise Interrupted(signal.SIGTERM)
 
@@ -51,9 +51,9 @@ def run_with_stops(folder, stops, **flags):
     """Trains, interrupted after each number of checks in `stops`; returns the record and how often it was."""
     config, stopped = RunConfig(**FLAGS | flags).resolved(), 0
     for n in (*stops, 10**9):
-        resume = (folder / "config.json").exists()
+        resume, display = (folder / "config.json").exists(), SilentDisplay()
         try:
-            train(config, folder, SilentDisplay(), resume=resume, check=StopAt(n))
+            train(config, folder, display, resume=resume, check=StopAt(n, display))
         except Interrupted:
             stopped += 1
         else:
@@ -115,7 +115,8 @@ def test_a_replay_that_was_stopped_ends_like_one_that_was_not(stopped_run, tmp_p
     stops = 0
     while True:
         try:
-            figures = replay(folder, tmp_path / "replay", SilentDisplay(), check=StopAt(generator.randint(100, 300)))
+            display = SilentDisplay()
+            figures = replay(folder, tmp_path / "replay", display, check=StopAt(generator.randint(100, 300), display))
             break
         except Interrupted:
             stops += 1
@@ -148,9 +149,12 @@ def test_replay_finds_every_token_and_number_again(tmp_path, flags):
 
 @pytest.mark.slow
 def test_what_there_is_of_an_unfinished_run_can_be_replayed(tmp_path):
-    config = RunConfig(**FLAGS | dict(rollouts=400, eval_every=1, checkpoint_every=1)).resolved()
+    config, display = (
+        RunConfig(**FLAGS | dict(rollouts=400, eval_every=1, checkpoint_every=1)).resolved(),
+        SilentDisplay(),
+    )
     with pytest.raises(Interrupted):
-        train(config, tmp_path / "run", SilentDisplay(), check=StopAt(70))
+        train(config, tmp_path / "run", display, check=StopAt(70, display))
     assert len(Record(tmp_path / "run").of_kind("update")) >= 2
     figures = replay(tmp_path / "run", tmp_path / "replay", SilentDisplay(), resample=True)
     assert figures["identical"], figures

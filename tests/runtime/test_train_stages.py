@@ -169,6 +169,11 @@ def test_a_handful_of_rows_is_used_whole(learner):
     assert np.isnan(history).all()
 
 
+def test_preheating_on_nothing_is_refused(learner):
+    with pytest.raises(ValueError, match="no trajectory to preheat the critic on"):
+        preheat(learner, [])
+
+
 def test_held_out_rows_are_not_trained_on(learner):
     rows = learnable_rows(16)
     seen = []
