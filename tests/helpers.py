@@ -179,9 +179,9 @@ class Tiny(TaskFamily):
 class TinyEnvironment(Environment):
     """Misbehaves as the family says."""
 
-    def reset(self, instance):
+    def restore(self, instance, actions):
         self._instance = instance
-        return super().reset(instance)
+        super().restore(instance, actions)
 
     def step(self, action):
         family, instance = self._family, self._instance

@@ -11,7 +11,8 @@ import pytest
 from sao_jax.runtime.config import CRITIC_ONLY, PRESETS, RunConfig, parse_band
 
 SAMPLE = {
-    "lambd": 0.9, "lambda_alpha": 2.0, "critic_lambda": 0.9, "segments": "carried", "whiten": "batch",
+    "lambd": 0.9, "lambda_alpha": 2.0, "critic_lambda": 0.9, "gae_over": "tokens", "segments": "carried",
+    "whiten": "batch",
     "critic_targets": "dis", "critic_update": "batch", "critic_steps_per_actor": 3, "value_clip": 0.1,
     "freeze_critic": "none", "critic_lr": 1e-3, "critic_grad_clip": 5.0, "preheat_rollouts": 5, "preheat_from": "x",
     "preheat_epochs": 3, "num_critic_only_steps": 2,
@@ -43,6 +44,10 @@ def test_options_of_the_critic_are_errors_without_one(name, baseline):
         (dict(policy_loss="tis", denominator="kept"), "--denominator has no effect"),
         (dict(policy_loss="tis", eps_low=0.3, eps_high=1.0), "--eps-low has no effect"),
         (dict(critic_update="arrival", micro_rows=2), "--micro-rows has no effect"),
+        (dict(policy_loss="gspo", denominator="action"), "--denominator has no effect"),
+        (dict(policy_loss="ppo", sequence_kl=0.1), "--sequence-kl has no effect here; it needs --policy-loss dis"),
+        (dict(env_sigma=1.0), "--env-sigma has no effect here; it needs --env-seconds"),
+        (dict(baseline="spo"), "baseline spo keeps a count per task; it needs --train-tasks"),
         (dict(dual_clip=3.0), "--dual-clip has no effect"),
         (dict(drop_dead_groups=True), "--drop-dead-groups has no effect"),
         (dict(max_dead_groups=3), "--max-dead-groups has no effect"),
@@ -175,6 +180,7 @@ FLOATS = [f.name for f in dataclasses.fields(RunConfig) if f.type in (float, "fl
 NEEDS = {
     "dual_clip": dict(policy_loss="ppo"), "kl_step": dict(kl="penalty"), "max_dead_groups": dict(baseline="grpo"),
     "preheat_epochs": dict(preheat_rollouts=8), "eps_low": dict(eps_high=0.2), "eps_high": dict(eps_low=0.2),
+    "env_sigma": dict(env_seconds=1.0),
 }  # fmt: skip
 
 

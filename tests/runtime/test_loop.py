@@ -346,3 +346,36 @@ def test_an_error_in_the_loop_ends_the_run(tmp_path):
     # What it had recorded is consistent, and the folder is free for a resume.
     record = Record(tmp_path)
     assert record.counts["handed_out"] == sum(record.counts[k] for k in ("running", "finished", "trained", "dropped"))
+
+
+# ---- other methods, other clocks
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        dict(baseline="spo", train_tasks=3),
+        dict(preset="grpo", n_samples_per_prompt=2, drop_dead_groups=False, policy_loss="gspo", band="0.9,1.1"),
+        dict(baseline="running_mean", policy_loss="a3po", band="0.8,1.2"),
+        dict(baseline="batch_mean", outside="mask", sequence_kl=0.1),
+        dict(gae_over="tokens", task="tiny:turns=2", critic_targets="dis"),
+    ],
+    ids=["spo", "gspo", "a3po", "sequence mask", "all tokens"],
+)
+def test_neighbours_train_on_everything_they_are_given(tmp_path, flags):
+    _, record, _ = run(tmp_path, **flags)
+    assert record.counts["trained"] == 24
+    assert all(np.isfinite(line["actor/pg_loss"]) for line in updates_of(record))
+    if "train_tasks" in flags:
+        assert len({t.task for t in record.trajectories.values()}) == 3
+
+
+def test_simulated_environment_times_are_paid_on_the_clock_and_not_slept_through(tmp_path):
+    figures, record, _ = run(tmp_path, env_seconds=20.0, env_sigma=0.0, max_staleness=0, rollouts=12)
+    lines = updates_of(record)
+    # With staleness 0 three batches follow one another, and each waits for its environments.
+    assert 60.0 <= lines[-1]["clock_s"] < 60.0 + figures["seconds"]
+    assert figures["seconds"] < 60.0
+    # From its end a trajectory waits for compute alone.
+    assert all(line["async/publish_latency_s"] < 20.0 for line in lines if "async/publish_latency_s" in line)
+    assert all(line["async/queue_age_s"] < 20.0 for line in lines)
