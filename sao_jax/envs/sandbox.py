@@ -13,7 +13,6 @@ prints, exits with or returns as an object can pass for one: `None`, `bool`, `in
 
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import queue
@@ -87,8 +86,8 @@ class Sandbox:
     Args:
       limits: of each program.
       workers: helpers, that is, programs that run at the same time.
-      module: with it, `run(None, calls, entry)` calls that function of this trusted module: its data is judged, not
-        its code, so there is no confinement beside the limits.
+      module: with it, `run(None, calls, entry)` calls that function of this trusted module: it may read
+        files, since it is the arguments that nobody trusts.
     """
 
     def __init__(self, limits: Limits | None = None, workers: int | None = None, module: str | None = None):
@@ -130,12 +129,6 @@ class Sandbox:
                 self._idle.put(None)
 
 
-@functools.cache
-def shared() -> Sandbox:
-    """The sandbox that all tasks of this process share."""
-    return Sandbox()
-
-
 class _Helper:
     """One helper process, used by one thread at a time."""
 
@@ -154,7 +147,7 @@ class _Helper:
             start_new_session=True,
         )
         try:
-            if not json.loads(self._read(time.monotonic() + _START_S))["confined"] and module is None:
+            if not json.loads(self._read(time.monotonic() + _START_S))["confined"]:
                 _warn_unconfined()
         except (OSError, EOFError, TimeoutError):
             self.close()

@@ -6,10 +6,11 @@ small process costs a millisecond, an interpreter twenty or more. With MODULE, f
 functions of that trusted module instead, which is imported once.
 
 A child is a session of its own, with rlimits on memory, file size, core dumps and CPU time and a wall clock that ends
-it with SIGKILL. Programs are also confined by a seccomp filter (Linux on x86_64 and aarch64): what is not in the short
-list of allowed system calls fails with EPERM, so there are no files, sockets, further processes, threads or signals to
-others; modules that are not loaded yet cannot be imported (see `_LOADED`). Elsewhere, the process tree is killed as far
-as it can be found: the session, and on Linux also descendants that left it.
+it with SIGKILL. It is also confined by a seccomp filter (Linux on x86_64 and aarch64): what is not in the short list of
+allowed system calls fails with EPERM, so there are no sockets, further processes, threads or signals to others and no
+files (a trusted module, which may import what it needs, reads but does not write them); a program can import what is
+loaded already (`_LOADED`). Elsewhere, the process tree is killed as far as it can be found: the session, and on Linux
+also descendants that left it.
 """
 
 import contextlib
@@ -37,16 +38,23 @@ _CHUNK = 65536
 _VALUES, _STDOUT, _STDERR = 3, 1, 2  # descriptors in the child
 _PDEATHSIG, _SECCOMP, _SUBREAPER, _NO_NEW_PRIVS = 1, 22, 36, 38  # of prctl
 
-# read write close fstat lseek mmap mprotect munmap brk rt_sigreturn sched_yield mremap madvise writev getpid exit
-# gettimeofday futex restart_syscall clock_gettime clock_getres exit_group
+# Per machine: its audit number; read write close fstat lseek mmap mprotect munmap brk rt_sigreturn sched_yield mremap
+# madvise writev getpid exit gettimeofday futex restart_syscall clock_gettime clock_getres exit_group; openat, to read
+# only; newfstatat getdents64 readlinkat ioctl fcntl getcwd statx gettid pread64.
 _SYSCALLS = {
-    "x86_64": (0xC000003E, (0, 1, 3, 5, 8, 9, 10, 11, 12, 15, 24, 25, 28, 20, 39, 60, 96, 202, 219, 228, 229, 231)),
+    "x86_64": (
+        0xC000003E,
+        (0, 1, 3, 5, 8, 9, 10, 11, 12, 15, 24, 25, 28, 20, 39, 60, 96, 202, 219, 228, 229, 231),
+        257,
+        (262, 217, 267, 16, 72, 79, 332, 186, 17, 4, 6, 89),  # and stat lstat readlink
+    ),
     "aarch64": (
         0xC00000B7,
         (63, 64, 57, 80, 62, 222, 226, 215, 214, 139, 124, 216, 233, 66, 172, 93, 169, 98, 128, 113, 114, 94),
+        56,
+        (79, 61, 78, 29, 25, 17, 291, 178, 67),
     ),
 }
-
 
 _LIBC = ctypes.CDLL(None)
 
@@ -55,15 +63,19 @@ class _Filter(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_void_p)]
 
 
-def _filter():
-    """The seccomp program, or None where there is none for this machine."""
+def _filter(reading):
+    """The seccomp program, or None where there is none for this machine. With `reading`, files can be read."""
     if sys.platform != "linux" or platform.machine() not in _SYSCALLS:
         return None
-    arch, allowed = _SYSCALLS[platform.machine()]
-    load, equal, give = 0x20, 0x15, 0x06
+    arch, allowed, openat, more = _SYSCALLS[platform.machine()]
+    load, equal, bits, give = 0x20, 0x15, 0x45, 0x06  # offsets 0, 4, 32: number, machine, third argument
     code = [(load, 0, 0, 4), (equal, 1, 0, arch), (give, 0, 0, 0x80000000), (load, 0, 0, 0)]
-    code += [(equal, len(allowed) - i, 0, number) for i, number in enumerate(allowed)]
-    code += [(give, 0, 0, 0x00050001), (give, 0, 0, 0x7FFF0000)]  # EPERM, allow
+    tail = [(give, 0, 0, 0x00050001), (give, 0, 0, 0x7FFF0000)]  # EPERM, allow
+    if reading:
+        allowed += more
+        writes = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+        tail = [(equal, 0, 2, openat), (load, 0, 0, 32), (bits, 0, 1, writes), *tail]
+    code += [(equal, len(allowed) - i + len(tail) - 2, 0, number) for i, number in enumerate(allowed)] + tail
     packed = b"".join(
         op.to_bytes(2, sys.byteorder) + bytes([yes, no]) + value.to_bytes(4, sys.byteorder)
         for op, yes, no, value in code
@@ -155,9 +167,10 @@ def _child(request, pipes, filter_, module, parent):
     ):
         resource.setrlimit(limit, (value, value))
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    random.seed(0)
     # The filter leaves no way to catch, block or reset this timer.
     signal.setitimer(signal.ITIMER_PROF, cpu)
-    if module is None and filter_ is not None and not _confine(filter_):
+    if filter_ is not None and not _confine(filter_):
         return 1
     status = _run(request, {"__name__": "__main__"} if module is None else vars(module))
     for stream in (sys.stdout, sys.stderr):
@@ -254,9 +267,8 @@ def main():
         os.close(null)
     _prctl(_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    random.seed(0)
     gc.freeze()  # children leave these objects' pages alone
-    filter_ = _filter()
+    filter_ = _filter(reading=module is not None)
     probe = os.fork()
     if probe == 0:
         os._exit(not _confine(filter_))
