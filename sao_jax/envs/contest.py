@@ -193,7 +193,7 @@ def _expected(problem: Problem) -> list[int]:
 
 @functools.cache
 def _sandbox() -> Sandbox:
-    return Sandbox(Limits(cpu_s=0.2, wall_s=10.0, memory_mb=256))
+    return Sandbox(Limits(cpu_s=0.2, wall_s=10.0, memory_mb=256, output_bytes=4096))
 
 
 @functools.lru_cache(maxsize=16_384)

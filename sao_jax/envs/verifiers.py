@@ -54,12 +54,11 @@ def same_output(expected: str, got: str, tolerance: float = 1e-6) -> bool:
 
 
 def _same_number(expected: float, got: float, tolerance: float) -> bool:
-    if expected == got:
-        return True
-    if type(expected) is type(got) is int or not (math.isfinite(expected) and math.isfinite(got)):
-        return False
+    if expected == got or type(expected) is type(got) is int:
+        return expected == got
     try:
-        return abs(expected - got) <= tolerance * max(1.0, abs(expected))
+        # A NaN or an infinity makes this False.
+        return abs(expected - got) <= tolerance * max(1.0, abs(expected)) < math.inf
     except OverflowError:  # an integer that no float can hold
         return False
 
@@ -74,7 +73,8 @@ def _same_word(expected: str, got: str, tolerance: float) -> bool:
 def _word_number(word: str) -> float | None:
     if len(word) > 1000 or not re.fullmatch(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?", word, re.IGNORECASE):
         return None
-    return int(word) if re.fullmatch(r"[-+]?[0-9]+", word) else float(word)
+    number = int(word) if re.fullmatch(r"[-+]?[0-9]+", word) else float(word)
+    return None if number in (math.inf, -math.inf) else number
 
 
 # ---- mathematics
