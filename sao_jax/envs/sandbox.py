@@ -121,12 +121,14 @@ class Sandbox:
 
     def close(self) -> None:
         """Ends the idle helpers; they start again if they are needed."""
-        for _ in range(self._idle.qsize()):
-            with contextlib.suppress(queue.Empty):
-                helper = self._idle.get_nowait()
-                if helper is not None:
-                    helper.close()
-                self._idle.put(None)
+        idle = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                idle.append(self._idle.get_nowait())
+        for helper in idle:
+            if helper is not None:
+                helper.close()
+            self._idle.put(None)
 
 
 class _Helper:

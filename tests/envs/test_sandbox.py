@@ -269,6 +269,18 @@ def test_a_helper_that_dies_is_replaced():
     sandbox.close()
 
 
+def test_closing_ends_all_helpers():
+    sandbox = Sandbox(workers=2)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        list(pool.map(sandbox.run, ["sum(range(10**7))"] * 2))
+    helpers = [sandbox._idle.get() for _ in range(2)]
+    for helper in helpers:
+        sandbox._idle.put(helper)
+    sandbox.close()
+    assert [helper._process.poll() for helper in helpers] == [-9, -9]
+    assert not any(os.path.exists(helper._folder.name) for helper in helpers)
+
+
 def test_a_helper_that_cannot_start_is_an_error_in_one_line():
     with pytest.raises(RuntimeError, match="helper process failed: it ended"):
         Sandbox(workers=1, module="no_such_module").run(None, [[]])
