@@ -5,10 +5,12 @@ The library's own time limits are alarms, which work in a main thread only, and 
 
 import logging
 
+from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 
 logging.disable()  # its warnings that time limits are off
-_CONFIG = [LatexExtractionConfig(boxed_match_priority=0)]
+_SPELLING = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all")
+_CONFIG = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=_SPELLING)]  # units are the caller's
 
 
 def equal(answer: str, reference: str) -> bool:

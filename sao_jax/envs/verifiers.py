@@ -82,11 +82,16 @@ def _word_number(word: str) -> float | None:
 MAX_ANSWER = 300  # characters; a longer answer is not read
 _NUMBER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
 _SIGNED = rf"[-+]?\s*(?:{_NUMBER})"
+# Only what is listed is a unit: `12x`, `12 million` and `2 pi` are other numbers than 12 and 2.
+_UNIT = re.compile(
+    r"([cdk]m|mm|m|inch(?:es)?|in|ft|foot|feet|yard|yd|mile|mi|met(?:er|re)|[mk]g|g|gram|lb|pound|oz|ton|s|sec|second|"
+    r"min|minute|h|hr|hour|day|week|month|year|ml|l|lit(?:er|re)|degree|deg|mph|dollar|cent|unit)s?(?:\^?[23])?"
+)
 _QUANTITY = re.compile(
     rf"(?P<sign>[-+]?)\s*(?P<currency>[$€£]?)\s*(?P<sign2>[-+]?)\s*"
     rf"(?:(?P<number>{_NUMBER})(?:e(?P<exponent>[-+]?[0-9]{{1,3}}))?(?:\s*/\s*(?P<below>{_NUMBER}))?"
     rf"|\\frac\{{\s*(?P<top>{_SIGNED})\s*\}}\{{\s*(?P<bottom>{_SIGNED})\s*\}})"
-    r"\s*(?P<unit>%|°|[^\W\d_][^\W\d_ .]*(?:\s[^\W\d_]+)*(?:\^[23])?)?",
+    r"(?P<unit>\s*(?:%|°|[a-z][a-z0-9 /^]*))?",
     re.IGNORECASE,
 )
 _LAST_NUMBER = re.compile(rf"(?<![\w.,])-?(?:{_NUMBER})(?:e[-+]?[0-9]+)?(?:/[0-9]+)?%?", re.IGNORECASE)
@@ -122,7 +127,7 @@ def math_equal(answer: str, reference: str, timeout_s: float = 2.0) -> bool:
     """Whether two answers, as LaTeX or plain text, boxed or marked or bare, are the same mathematical object.
 
     - Numbers are equal exactly; `,` separates thousands, in threes; `35%` is 7/20, so a bare 35 is not 35%.
-    - A unit or currency on one side only is ignored; on both sides it must be the same (nothing is converted).
+    - A common unit or a currency on one side only is ignored; on both sides it must be the same (nothing is converted).
     - `(...)`, `[...]` and mixtures: brackets and order matter. `\\{...\\}` and bare lists: order does not.
     - Other text is equal to itself, if it has a letter or a digit. NaN and its like equal nothing.
     - Everything else is for math-verify to say, in a process with limits on time and memory; out of them means no.
@@ -226,10 +231,15 @@ def _quantity(text: str) -> tuple[Fraction, str] | None:
     if bottom == 0:
         return None
     value = top / bottom * (-1 if "-" in (match["sign"], match["sign2"]) else 1)
-    unit = match["unit"] or ""
-    if unit == "%":
+    unit = (match["unit"] or "").lower()
+    if unit.strip() == "%":
         return value / 100, ""
-    return value, (match["currency"] + unit).lower()
+    if unit.strip() not in ("", "°"):
+        words = re.split(r"/| per ", re.sub(r"^ (?:sq|square|cubic) ", " ", unit).strip())
+        # A letter that touches its number is a variable.
+        if not all(map(_UNIT.fullmatch, words)) or re.fullmatch("[a-z]", unit):
+            return None
+    return value, match["currency"] + unit.strip()
 
 
 def _fraction(text: str) -> Fraction:

@@ -236,6 +236,19 @@ def test_boxes_and_fractions(reference, answer, equal):
         ("90", "90^{\\circ}", True),
         ("12 cm", "12 m", False),  # the rule: units on both sides are the same, nothing is converted
         ("12 cm", "12", True),
+        ("12 m", "12 m", True),
+        ("12", "12 m", True),
+        ("12", "12cm^2", True),
+        ("12 cm^2", "12 cm", False),
+        ("12", "12 square feet", True),
+        ("12", "12 m/s", True),
+        ("12", "12 miles per hour", True),
+        ("12", "12x", False),
+        ("12", "12m", False),
+        ("12", "12 x", False),
+        ("12", "12 million", False),
+        ("2", "2 pi", False),
+        ("2", "2i", False),
     ],
 )
 def test_per_cent_and_units(reference, answer, equal):
