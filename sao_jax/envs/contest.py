@@ -1,9 +1,9 @@
 """Program synthesis: find the program behind the examples, try it on them, and submit it.
 
-    0>7 1>10 2>13?  ?2*x+7;  =7,9,11;  ?3*x+7;  =7,10,13;  !3*x+7;
-    prompt          action   obs       action   obs        action
+    0>7 100>307?  ?2*x+7;  =7,207;  ?3*x+7;  =7,307;  !3*x+7;
+    prompt        action   obs      action   obs      action
 
-`?program;` shows what a program gives for the inputs of the prompt, `!` where that is no integer of at most four digits
+`?program;` shows what a program gives for the inputs of the prompt, `!` where that is no integer of at most six digits
 or nothing. `!program;` submits it and ends the attempt; it is worth 1 if its outputs are right on these inputs and on
 others, which are never shown, and 0 otherwise. A program that takes too long, for any input, gives nothing.
 
@@ -24,7 +24,7 @@ from sao_jax.envs.sandbox import Limits, Result, Sandbox
 from sao_jax.envs.verifiers import verdicts
 
 ALPHABET = "0123456789+-*%()=,>?!; \nxysiforangel:"
-LIMIT = 9999  # largest magnitude of a value shown
+LIMIT = 999_999  # largest magnitude of a value shown
 ERROR = "=!;"
 
 
@@ -52,38 +52,39 @@ class Level:
     max_tokens: int
 
 
+# At 100 a polynomial with small coefficients shows them as digits, so reading them off comes before arithmetic; and
+# there are too many programs to be learned by heart.
 LEVELS = {
     1: Level(
         forms=(
-            Form("a*x+b", ((2, 9), (1, 40)), "a*x*x+b"),
-            Form("b-a*x", ((2, 9), (18, 40)), "b+a*x"),
-            Form("a*x*x+b", ((2, 9), (1, 40)), "a*x+b"),
-            Form("x*x+a", ((1, 40),), "x+a"),
+            Form("a*x+b", ((2, 99), (1, 99)), "a*x*x+b"),
+            Form("a*x*x+b", ((2, 99), (1, 99)), "a*x+b"),
+            Form("x*x+a*x+b", ((2, 99), (1, 99)), "x*x*a+b"),
         ),
-        shown=((0,), (1,), (2,)),
-        hidden=((3,), (4,), (7,), (12,), (-1,), (-6,)),
+        shown=((0,), (100,)),
+        hidden=((1,), (2,), (7,), (12,), (-1,), (-6,)),
         max_tokens=80,
     ),
     2: Level(
         forms=(
-            Form("a*x+b*y+c", ((2, 9), (2, 9), (1, 20)), "a*x-b*y+c"),
-            Form("a*x+c if x>y else b*y+c", ((2, 9), (2, 9), (1, 20)), "a*x+c if x>y else b*x+c"),
-            Form("x*y+a*x+b", ((2, 9), (1, 20)), "x*y+a*y+b"),
+            Form("a*x+b*y+c", ((2, 20), (2, 20), (1, 20)), "a*x-b*y+c"),
+            Form("a*x+c if x>y else b*y+c", ((2, 20), (2, 20), (1, 20)), "a*x+c if x>y else b*x+c"),
+            Form("x*y+a*x+b", ((2, 99), (1, 99)), "x*y+a*y+b"),
         ),
-        shown=((0, 0), (1, 0), (0, 1), (3, 2)),
+        shown=((0, 0), (100, 0), (0, 100), (100, 100)),
         hidden=((2, 3), (5, 1), (1, 6), (4, 4), (9, 2), (-2, 3), (7, -5)),
-        max_tokens=160,
+        max_tokens=192,
     ),
     3: Level(
         forms=(
-            Form("s=b\nfor i in range(x):s+=a*i", ((2, 9), (1, 20)), "s=b\nfor i in range(x):s+=a"),
-            Form("s=b\nfor i in range(x):s+=i*i+a", ((0, 9), (1, 20)), "s=b\nfor i in range(x):s+=i+a"),
-            Form("s=b\nfor i in range(x):s=2*s-a", ((2, 9), (10, 20)), "s=b\nfor i in range(x):s=2*s+a"),
-            Form("s=b\nfor i in range(x):s=a-s", ((21, 60), (1, 20)), "s=b\nfor i in range(x):s=a+s"),
+            Form("s=b\nfor i in range(x):s+=a*i", ((2, 60), (1, 60)), "s=b\nfor i in range(x):s+=a"),
+            Form("s=b\nfor i in range(x):s+=i*i+a", ((0, 60), (1, 60)), "s=b\nfor i in range(x):s+=i+a"),
+            Form("s=b\nfor i in range(x):s=2*s-a", ((1, 60), (61, 99)), "s=b\nfor i in range(x):s=2*s+a"),
+            Form("s=b\nfor i in range(x):s=a-s", ((61, 99), (1, 60)), "s=b\nfor i in range(x):s=a+s"),
         ),
         shown=((0,), (1,), (2,), (3,), (4,)),
         hidden=((5,), (6,), (7,), (9,)),
-        max_tokens=160,
+        max_tokens=176,
     ),
 }
 

@@ -1,4 +1,5 @@
 import concurrent.futures
+import functools
 import itertools
 import random
 
@@ -16,26 +17,28 @@ PLANE = Problem(2, 0, (2, 3, 1))
 SUM = Problem(3, 0, (3, 5))
 
 
-def problems(level: int) -> list[Problem]:
-    """All of a level."""
-    return [
+@functools.cache
+def all_shown(level: int) -> dict[Problem, tuple[int, ...]]:
+    """All problems of a level, with their outputs on the inputs shown."""
+    problems = (
         Problem(level, form, constants)
         for form, f in enumerate(LEVELS[level].forms)
         for constants in itertools.product(*(range(first, last + 1) for first, last in f.ranges))
-    ]
+    )
+    return {problem: tuple(outputs_of(reference(problem), LEVELS[level].shown)) for problem in problems}
 
 
 def test_an_attempt_from_prompt_to_submission():
     family = Contest()
-    assert family.prompt(LINE) == "0>7 1>10 2>13?"
-    assert family.respond(LINE, ["?2*x+7;"]) == Outcome("=7,9,11;")
-    assert family.respond(LINE, ["?2*x+7;", "?3*x+7;"]) == Outcome("=7,10,13;")
+    assert family.prompt(LINE) == "0>7 100>307?"
+    assert family.respond(LINE, ["?2*x+7;"]) == Outcome("=7,207;")
+    assert family.respond(LINE, ["?2*x+7;", "?3*x+7;"]) == Outcome("=7,307;")
     parts = {"solved": 1.0, "hidden_share": 1.0}
     assert family.respond(LINE, ["!3*x+7;"]) == Outcome("", 1.0, "terminated", "submitted", parts)
 
 
 def test_prompts_of_the_other_levels():
-    assert Contest(level=2).prompt(PLANE) == "0,0>1 1,0>3 0,1>4 3,2>13?"
+    assert Contest(level=2).prompt(PLANE) == "0,0>1 100,0>201 0,100>301 100,100>501?"
     assert Contest(level=3).prompt(SUM) == "0>5 1>5 2>8 3>14 4>23?"
 
 
@@ -59,8 +62,8 @@ def test_any_program_with_the_right_outputs_is_right(problem, program):
     "program",
     [
         "2*x+7",
-        "[7,10,13][x]",  # knows what was shown, and no more
-        "7if x<1else 10if x<2else 13",
+        "7if x<1else 307",  # knows what was shown, and no more
+        "[7,10,13][x]",
         "",
         "x+",
         "s",
@@ -87,18 +90,18 @@ def test_everything_else_is_wrong_and_harmless(program):
 @pytest.mark.parametrize(
     ("program", "shown"),
     [
-        ("x*3", "=0,3,6;"),
-        ("0-x", "=0,-1,-2;"),
-        ("7//x", "=!,7,3;"),
-        ("7/1", "=!,!,!;"),
-        ("x<1", "=!,!,!;"),
-        ("9999+x", "=9999,!,!;"),
-        ("", "=!,!,!;"),
-        ("x x", "=!,!,!;"),
-        ("9**9**9**9", "=!,!,!;"),
+        ("x*3", "=0,300;"),
+        ("0-x", "=0,-100;"),
+        ("700//x", "=!,7;"),
+        ("7/1", "=!,!;"),
+        ("x<1", "=!,!;"),
+        ("999999+x", "=999999,!;"),
+        ("", "=!,!;"),
+        ("x x", "=!,!;"),
+        ("9**9**9**9", "=!,!;"),
     ],
 )
-def test_a_trial_shows_integers_of_four_digits(program, shown):
+def test_a_trial_shows_integers_of_six_digits(program, shown):
     outcome = Contest().respond(LINE, [f"?{program};"])
     assert outcome == Outcome(observation=shown)
     Contest.tokenizer.encode(shown)
@@ -115,7 +118,7 @@ def test_trying_for_ever_ends_at_the_turn_limit_without_reward():
     environment.reset(family.instance("train", 0))
     outcomes = [environment.step("?1;") for _ in range(family.max_turns)]
     assert [o.end for o in outcomes] == [None] * (family.max_turns - 1) + ["terminated"]
-    assert outcomes[-1] == Outcome("=1,1,1;", 0.0, "terminated", TURN_LIMIT)
+    assert outcomes[-1] == Outcome("=1,1;", 0.0, "terminated", TURN_LIMIT)
 
 
 @hypothesis.settings(max_examples=40, deadline=None)
@@ -141,26 +144,22 @@ def test_nothing_that_a_policy_writes_raises(actions):
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_examples_shown_tell_all_programs_apart(level):
     """So no prompt has two right answers, and a train problem is no test problem under another name."""
-    prompts = [Contest(level=level).prompt(problem) for problem in problems(level)]
-    assert len(set(prompts)) == len(prompts) > 800
+    assert len(set(all_shown(level).values())) == len(all_shown(level)) > 5000
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_hidden_inputs_are_not_shown_and_shown_outputs_fit_an_observation(level):
-    shown, hidden = LEVELS[level].shown, LEVELS[level].hidden
-    assert not set(shown) & set(hidden)
-    for problem in problems(level):
-        assert all(contest._show(value) != "!" for value in outputs_of(reference(problem), shown))
+    assert not set(LEVELS[level].shown) & set(LEVELS[level].hidden)
+    assert all(contest._show(value) != "!" for values in all_shown(level).values() for value in values)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("habitual", [True, False])
 def test_a_mistake_is_one_and_its_trial_shows_it(level, habitual):
-    """What the expert corrects after a trial can be seen in the trial; so shown outputs differ from the examples."""
     rng = random.Random(0)
-    for problem in problems(level):
+    for problem in rng.sample(list(all_shown(level)), 2000):
         wrong = mistake(problem, habitual, rng)
-        assert outputs_of(wrong, LEVELS[level].shown) != outputs_of(reference(problem), LEVELS[level].shown)
+        assert tuple(outputs_of(wrong, LEVELS[level].shown)) != all_shown(level)[problem]
 
 
 @pytest.mark.parametrize("level", [0, *LEVELS])
@@ -177,13 +176,12 @@ def test_the_expert_solves_what_it_is_given_within_the_budget(level):
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_longest_attempts_with_two_trials_fit_the_budget(level):
     family, longest = Contest(level=level), 0
-    for problem in problems(level):
-        program = len(reference(problem)) + 2
-        outputs = outputs_of(reference(problem), LEVELS[level].shown)
-        observation = len(",".join(map(str, outputs))) + 2
-        longest = max(longest, len(family.prompt(problem)) + 3 * program + 2 * observation)
-        family.tokenizer.encode(family.prompt(problem) + reference(problem))
-        family.tokenizer.encode(mistake(problem, True, random.Random(0)))
+    inputs = sum(len(",".join(map(str, each)) + "> ") for each in LEVELS[level].shown)
+    for problem, outputs in all_shown(level).items():
+        values = len(",".join(map(str, outputs)))
+        prompt = inputs + values - len(outputs) + 1
+        longest = max(longest, prompt + 3 * len(f"?{reference(problem)};") + 2 * (values + len("=;")))
+    assert prompt == len(family.prompt(problem))
     assert 0.7 * family.max_tokens < longest <= family.max_tokens
 
 
@@ -234,7 +232,7 @@ def test_a_policy_cannot_reach_the_right_outputs():
     """They are not in the program's process: whatever it searches there, it finds inputs alone."""
     program = "s=[o for o in __import__('gc').get_objects() if type(o) is list and 43 in o]\ns=len(s)"
     assert 43 in outputs_of(reference(LINE), LEVELS[1].hidden)
-    assert Contest().respond(LINE, [f"?{program};"]).observation == "=0,0,0;"
+    assert Contest().respond(LINE, [f"?{program};"]).observation == "=0,0;"
 
 
 @pytest.mark.parametrize(
