@@ -86,8 +86,8 @@ class Sandbox:
     Args:
       limits: of each program.
       workers: helpers, that is, programs that run at the same time.
-      module: with it, `run(None, calls, entry)` calls that function of this trusted module: it may read
-        files, since it is the arguments that nobody trusts.
+      module: with it, `run(None, calls, entry)` calls that function of this trusted module, which may read files: it is
+        the arguments that nobody trusts.
     """
 
     def __init__(self, limits: Limits | None = None, workers: int | None = None, module: str | None = None):

@@ -130,7 +130,8 @@ def math_equal(answer: str, reference: str, timeout_s: float = 2.0) -> bool:
     - A common unit or a currency on one side only is ignored; on both sides it must be the same (nothing is converted).
     - `(...)`, `[...]` and mixtures: brackets and order matter. `\\{...\\}` and bare lists: order does not.
     - Other text is equal to itself, if it has a letter or a digit. NaN and its like equal nothing.
-    - Everything else is for math-verify to say, in a process with limits on time and memory; out of them means no.
+    - Everything else is for math-verify to say, in a process with limits on time and memory; out of them means no. An
+      expression equals its value, so where working it out is the task, ask for a number before.
 
     Works in any thread. Raises ImportError if math-verify is missing (`pip install 'sao_jax[math]'`).
     """
