@@ -47,12 +47,14 @@ def test_printed_outputs(expected, got, equal):
     assert same_output(expected, got) is equal
 
 
+@hypothesis.settings(deadline=None)
 @hypothesis.given(st.floats(allow_nan=False, allow_infinity=False, width=32), st.floats(1e-4, 1))
 def test_an_output_is_right_up_to_the_tolerance_and_not_beyond(value, off):
     assert same_output(str(value), str(value))
     assert not same_output(str(value), str(value + off * max(1, abs(value))))
 
 
+@hypothesis.settings(deadline=None)
 @hypothesis.given(st.text(), st.text())
 def test_no_output_raises_and_each_is_equal_to_itself(expected, got):
     assert same_output(got, got)
@@ -90,6 +92,7 @@ def test_the_last_number_of_a_text_has_a_digit_at_both_ends():
     assert extract_answer("no number, none.", strict=False) is None
 
 
+@hypothesis.settings(deadline=None)
 @hypothesis.given(st.integers(0, 10**7), st.text(" ,.abc$", max_size=12), st.text(" ,;!abc", max_size=12))
 def test_the_last_number_is_found_whatever_stands_around_it(number, before, after):
     hypothesis.assume(not before or before[-1] in " $")
@@ -318,6 +321,7 @@ def test_the_rest_is_for_the_library_to_say(reference, answer, equal):
 
 
 @MATH
+@hypothesis.settings(deadline=None)
 @hypothesis.given(st.fractions(max_denominator=999), st.fractions(max_denominator=999))
 def test_numbers_are_equal_exactly_in_every_spelling(a, b):
     spellings = [
@@ -332,6 +336,7 @@ def test_numbers_are_equal_exactly_in_every_spelling(a, b):
 
 
 @MATH
+@hypothesis.settings(deadline=None)
 @hypothesis.given(st.integers(-(10**9), 10**9))
 def test_separated_thousands_are_the_number(number):
     assert math_equal(f"{number:,}", str(number))
