@@ -11,6 +11,7 @@ from typing import Any
 from sao_jax.data.protocols import TaskFamily
 from sao_jax.envs.arithmetic import Arithmetic
 from sao_jax.envs.calculator import Calculator
+from sao_jax.envs.contest import Contest
 
 _FAMILIES: dict[str, Callable[..., TaskFamily]] = {}
 
@@ -105,3 +106,4 @@ def _import(path: str) -> Any:
 
 register("arithmetic", Arithmetic)
 register("calculator", Calculator)
+register("contest", Contest)
