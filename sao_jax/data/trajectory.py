@@ -201,10 +201,13 @@ class TrajectoryBuilder:
         self._append(prompt)
 
     @classmethod
-    def resume(cls, t: Trajectory) -> "TrajectoryBuilder":
-        """A builder that continues after the last token of a snapshot. The next action is a new step."""
+    def resume(cls, t: Trajectory, **labels) -> "TrajectoryBuilder":
+        """A builder that continues after the last token of a snapshot. The next action is a new step.
+
+        `labels` replace those of the snapshot, such as the attempt.
+        """
         names = ("rollout", "attempt", "task", "group", "sample", "seed", "temperature", "top_p", "top_k")
-        builder = cls(t.tokens[:1], **{name: getattr(t, name) for name in names})
+        builder = cls(t.tokens[:1], **{name: getattr(t, name) for name in names} | labels)
         builder._columns = {name: getattr(t, name).tolist() for name in _ARRAYS}
         builder._parts = dict(t.reward_parts)
         builder._step = t.num_steps - 1

@@ -115,7 +115,7 @@ class Episode:
 
         The environment is restored by its actions. Returns all tokens so far, or None if restoring failed.
         """
-        self._builder = TrajectoryBuilder.resume(snapshot)
+        self._builder = TrajectoryBuilder.resume(snapshot, **self._labels)
         actions = [self._family.tokenizer.decode(ids) for ids in snapshot.actions()]
         self._turns = len(actions)
         restored = self._ask(lambda: self._restore(actions))
