@@ -11,6 +11,8 @@ from typing import Any
 from sao_jax.data.protocols import TaskFamily
 from sao_jax.envs.arithmetic import Arithmetic
 from sao_jax.envs.calculator import Calculator
+from sao_jax.envs.mathword import MathWord
+from sao_jax.envs.repair import Repair
 
 _FAMILIES: dict[str, Callable[..., TaskFamily]] = {}
 
@@ -105,3 +107,5 @@ def _import(path: str) -> Any:
 
 register("arithmetic", Arithmetic)
 register("calculator", Calculator)
+register("mathword", MathWord)
+register("repair", Repair)
