@@ -1,11 +1,12 @@
 """Arithmetic in words: read a short story, plan the calls of a calculator, read its answers.
 
-    ann has 7 nuts. cal has 4 nuts. bob gives ann 5 nuts. ann eats 3 nuts. ann has how many nuts?<7+5>=12;<12-3>=9;[9]
-    prompt                                                                                       action obs ...    action
+    ann has 7 nuts. cal eats 4 nuts. bob gives ann 5 nuts. dan has 3 fewer nuts than ann. dan has how many nuts?
+    <7+5>=12;<12-3>=9;[9]
+    action obs ...    action
 
-Calls and answers are those of `calculator`, but a story of n steps has n calls: the calculator answers `=!;` to further
-ones, so that a first call that is wrong can rarely be made good. Sentences may be about others or other things, and
-may refer to what was said before. Only the right answer is worth anything: 1.
+Calls and answers are those of `calculator`, but a story of n steps has n calls: the calculator answers `=!;` to
+further ones, so that a first call that is wrong can rarely be made good. Sentences may be about others or other
+things, and may refer to what was said before. Only the right answer is worth anything: 1.
 """
 
 import dataclasses
@@ -19,7 +20,8 @@ from sao_jax.envs.calculator import ERROR, answer, follow, mistake, results
 
 NAMES = ("ann", "bob", "cal", "dan", "eve")
 THINGS = ("nuts", "eggs", "figs", "pears")
-WORDS = (*NAMES, *THINGS, *"has have and buys eats gives bags of how many more fewer than times twice as".split())
+VERBS = ("has", "have", "buys", "eats", "gives")
+WORDS = (*NAMES, *THINGS, *VERBS, "and", "bags", "of", "how", "many", "more", "fewer", "than", "times", "twice", "as")
 LARGEST = 99  # no result on the right way is larger, or below zero
 LETTERS = "abcdefghij"
 MAX_TOKENS = {0: 128, 1: 56, 2: 80, 3: 104, 4: 128}
@@ -147,8 +149,8 @@ def tell(steps: int, rng: random.Random) -> Problem:
                 met.append(y)
         amount = str(len(plan) - 1)
     persons = f"{who} and {asked} have" if asked else f"{who} has"
-    # A single step without a second choice of a number would be no reading at all.
-    for verb in rng.sample(("has", "buys", "eats"), rng.randint(1 if steps == 1 else 0, 2)):
+    # With two numbers alone there would be nothing to choose, and no mistake to make.
+    for verb in rng.sample(("has", "buys", "eats"), rng.randint(1 if len(numbers) == 2 else 0, 2)):
         subject, item = rng.choice([(stranger, thing), (who, other_thing)])
         draw()
         sentences.insert(rng.randint(0, len(sentences)), f"{subject} {verb} {numbers[-1]} {item}.")

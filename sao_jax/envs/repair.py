@@ -13,8 +13,9 @@ one file is wrong. The actions, each ended by `;`:
     test;          pass. or b(2)=8 not 10.       the first visible test that fails
     submit;                                      ends the attempt
 
-Whatever else is written, or cannot be parsed, is answered `error.`; a value that is too large is shown as `!`. The reward
-is 1 if the last file, the root, is right on all inputs from 0 to 9, those of the visible tests and the others, else 0.
+Whatever else is written, or cannot be parsed, is answered `error.`; a value that is too large is shown as `!`. The
+reward is 1 if the last file, the root, is right on the inputs of the visible tests and on the hidden ones, which are
+all others from 0 to 9; else 0. Bodies are read and evaluated here, nothing of them is given to Python.
 """
 
 import dataclasses
@@ -157,10 +158,10 @@ class Repair(TaskFamily):
 
 
 def plant(level: Level, rng: random.Random) -> Problem | None:
-    """A repository with a bug; None if the draw is unsuitable."""
+    """A repository with a bug; None if the draw is unsuitable: values too large, or another repair passes as well."""
     count = rng.choice(level.files)
     depth = rng.choice([d for d in level.depth if d <= count])
-    path = sorted(rng.sample(range(count - 1), depth - 1)) + [count - 1]
+    path = [*sorted(rng.sample(range(count - 1), depth - 1)), count - 1]
     right = []
     for index in range(count):
         on_path = path.index(index) if index in path else None
@@ -197,6 +198,7 @@ def changes(files: tuple[str, ...], names: Sequence[str], callees: bool) -> list
 
 
 def wrong_edit(problem: Problem, habitual: bool, rng: random.Random) -> str:
+    """Another operator somewhere on the path, or the habitual one: the first that there is in the broken file."""
     path = call_path(problem.broken)
     if habitual:
         path = [f for f, body, right in zip(FILES, problem.broken, problem.right, strict=False) if body != right]

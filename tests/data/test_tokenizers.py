@@ -43,7 +43,8 @@ def test_errors_name_the_culprit():
 def test_words_and_characters_have_an_id_each():
     assert WORDS.encode("ann has 12 nuts.<1=x") == [1, 2, 7, 8, 3, 9, 12, 7, 11, 5]
     assert WORDS.decode([0, 1, 2, 0, 7, 8, 3, 9, 0]) == "ann has 12 nuts."
-    assert WORDS.encode("") == [] and WORDS.decode([]) == ""
+    assert WORDS.encode("") == []
+    assert WORDS.decode([]) == ""
     assert WORDS.vocab_size == 13
 
 
