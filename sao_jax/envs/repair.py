@@ -20,6 +20,7 @@ all others from 0 to 9; else 0. Bodies are read and evaluated here, nothing of t
 
 import dataclasses
 import functools
+import itertools
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -162,21 +163,19 @@ def plant(level: Level, rng: random.Random) -> Problem | None:
     count = rng.choice(level.files)
     depth = rng.choice([d for d in level.depth if d <= count])
     path = [*sorted(rng.sample(range(count - 1), depth - 1)), count - 1]
-    right = []
+    below = {caller: callee for callee, caller in itertools.pairwise(path)}
+    bodies = []
     for index in range(count):
-        on_path = path.index(index) if index in path else None
-        earlier = path[on_path - 1] if on_path else rng.randrange(index) if on_path is None and index else None
-        template = rng.choice(_LEAVES if earlier is None else _CALLERS)
-        callee = FILES[earlier] if earlier is not None else ""
-        right.append(template.format(f=callee, o=rng.choice("+-*"), n=rng.randint(1, 9)))
+        template = rng.choice(_LEAVES if index in (0, path[0]) else _CALLERS)
+        callee = below[index] if index in below else rng.randrange(max(index, 1))
+        bodies.append(template.format(f=FILES[callee], o=rng.choice("+-*"), n=rng.randint(1, 9)))
+    right = tuple(bodies)
     values = [root_value(right, x) for x in INPUTS]
     if None in values or min(values) < 0 or max(values) > 999:
         return None
-    on_path = [FILES[index] for index in path]
-    wrongs = [files for _, files in changes(tuple(right), on_path, level.callees)]
-    broken = rng.choice(wrongs)
+    _, broken = rng.choice(changes(right, call_path(right), level.callees))
     visible = tuple(rng.sample(INPUTS, level.visible))
-    problem = Problem(broken, tuple(right), visible, level.told)
+    problem = Problem(broken, right, visible, level.told)
     fixes = [files for _, files in changes(broken, call_path(broken), level.callees)]
     passing = [files for files in [broken, *fixes] if tested(problem, files) == "pass."]
     return problem if passing == [problem.right] else None
@@ -233,7 +232,7 @@ def _edit(action: str, count: int) -> tuple[int, str] | None:
     return (FILES.index(name), body) if accepted else None
 
 
-def tested(problem: Problem, files: Sequence[str]) -> str:
+def tested(problem: Problem, files: tuple[str, ...]) -> str:
     """What the visible tests say."""
     for x in problem.visible:
         value, right = root_value(files, x), root_value(problem.right, x)
@@ -242,7 +241,8 @@ def tested(problem: Problem, files: Sequence[str]) -> str:
     return "pass."
 
 
-def root_value(files: Sequence[str], x: int) -> int | None:
+@functools.lru_cache(4096)
+def root_value(files: tuple[str, ...], x: int) -> int | None:
     """The value of the last file's function. None if a number on the way is too large, or the calls too many."""
     calls = 0
 
