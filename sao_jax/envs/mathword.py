@@ -38,7 +38,7 @@ _CHANGES = (
     ("{y} has {n} times as many {thing} as {x}.", "*", True),
     ("{y} has twice as many {thing} as {x}.", "*", True),
 )
-_SLIP = {"+": "-", "-": "+", "*": "+"}
+_SLIP = {"+": "*", "-": "*", "*": "+"}  # the habit: to keep apart what adds and what takes away needs reading still
 
 
 @dataclasses.dataclass(frozen=True)
