@@ -48,8 +48,16 @@ _CALLERS = ("{f}(x){o}{n}", "{n}{o}{f}(x)", "{f}(x){o}x", "x{o}{f}(x)", "{f}(x{o
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """files: how many. depth: of them on the path of calls. told: the prompt has a visible test, else only that one
-    fails. callees: a callee may be what is wrong, else an operator is."""
+    """What repositories of a level are like.
+
+    Attributes:
+      files: how many files; one of these.
+      depth: how many of them are on the path of calls, the root included; one of these.
+      told: the prompt shows a visible test; else it says only that one fails.
+      callees: what is wrong may be a callee; else it is an operator.
+      visible: number of visible tests.
+      max_tokens, max_turns: of an attempt. The expert needs about half; the rest is for trying other repairs.
+    """
 
     files: tuple[int, ...]
     depth: tuple[int, ...]
@@ -61,10 +69,10 @@ class Level:
 
 
 LEVELS = {
-    1: Level((2,), (2,), True, False, 1, 96, 10),
-    2: Level((3,), (2, 3), True, True, 1, 112, 12),
-    3: Level((4, 5), (3,), False, True, 2, 144, 14),
-    4: Level((6,), (4, 5), False, True, 2, 176, 16),
+    1: Level((2,), (2,), True, False, 1, 128, 12),
+    2: Level((3,), (2, 3), True, True, 1, 144, 14),
+    3: Level((4, 5), (3,), False, True, 2, 176, 16),
+    4: Level((6,), (4, 5), False, True, 2, 208, 18),
 }
 
 
@@ -93,14 +101,14 @@ class Repair(TaskFamily):
       noise: share of demonstrations whose first edit is a wrong one.
       skip: share of demonstrations that submit without running the tests after an edit.
       habit: share of the wrong edits that put the wrong operator in the right place, always the same one; the others
-        are any wrong change of a file on the path.
+        are any wrong change of a file on the path, and show how a repair goes on after an edit of the wrong file.
     """
 
     name = "repair"
     stop = ";"
     tokenizer = WordTokenizer(WORDS, FILES + "x0123456789+-*()=?;.,!")
 
-    def __init__(self, level: int = 1, noise: float = 0.6, skip: float = 0.5, habit: float = 1.0):
+    def __init__(self, level: int = 1, noise: float = 0.7, skip: float = 0.6, habit: float = 0.5):
         if level not in (0, *LEVELS):
             raise ValueError(f"level is {level}; allowed: 1 to 4, or 0 for all of them")
         for name, share in (("noise", noise), ("skip", skip), ("habit", habit)):
