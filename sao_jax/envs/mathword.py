@@ -1,12 +1,13 @@
 """Arithmetic in words: read a short story, plan the calls of a calculator, read its answers.
 
-    ann has 7 nuts. cal eats 4 nuts. bob gives ann 5 nuts. dan has 3 fewer nuts than ann. dan has how many nuts?
+    dan has how many nuts? ann has 7 nuts. cal eats 4 nuts. bob gives ann 5 nuts. dan has 3 fewer nuts than ann.
     <7+5>=12;<12-3>=9;[9]
     action obs ...    action
 
 Calls and answers are those of `calculator`, but a story of n steps has n calls: the calculator answers `=!;` to
 further ones, so that a first call that is wrong can rarely be made good. Sentences may be about others or other
-things, and may refer to what was said before. Only the right answer is worth anything: 1.
+things, and may refer to what was said before; the question comes first, so that a reader knows what to look for.
+Only the right answer is worth anything: 1.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ _CHANGES = (
     ("{y} has {n} times as many {thing} as {x}.", "*", True),
     ("{y} has twice as many {thing} as {x}.", "*", True),
 )
-_SLIP = {"+": "*", "-": "*", "*": "+"}  # the habit: to keep apart what adds and what takes away needs reading still
+_SLIP = {"+": "-", "-": "*", "*": "+"}  # the habitual misreading
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,4 +155,4 @@ def tell(steps: int, rng: random.Random) -> Problem:
         subject, item = rng.choice([(stranger, thing), (who, other_thing)])
         draw()
         sentences.insert(rng.randint(0, len(sentences)), f"{subject} {verb} {numbers[-1]} {item}.")
-    return Problem(" ".join([*sentences, f"{persons} how many {thing}?"]), tuple(numbers), tuple(plan))
+    return Problem(" ".join([f"{persons} how many {thing}?", *sentences]), tuple(numbers), tuple(plan))

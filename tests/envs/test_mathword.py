@@ -10,7 +10,7 @@ from sao_jax.envs.calculator import results
 from sao_jax.envs.mathword import LARGEST, MAX_TOKENS, NAMES, MathWord, Problem
 
 LEVELS = tuple(MAX_TOKENS)
-STORY = "ann has 7 nuts. cal eats 4 nuts. bob gives ann 5 nuts. dan has 3 fewer nuts than ann. dan has how many nuts?"
+STORY = "dan has how many nuts? ann has 7 nuts. cal eats 4 nuts. bob gives ann 5 nuts. dan has 3 fewer nuts than ann."
 PROBLEM = Problem(STORY, (7, 5, 3, 4), ("a+b", "0-c"))
 
 
@@ -87,8 +87,8 @@ def test_stories_have_as_many_steps_as_the_level_says(level):
 def read(text: str) -> int:
     """Another reader: follows all amounts sentence by sentence, and answers."""
     has = {}
-    *sentences, question = text.split(".")
-    for words in map(str.split, sentences):
+    question, story = text.split("?")
+    for words in map(str.split, story.split(".")[:-1]):
         who, verb, thing = words[0], words[1], next(w for w in words if w in ("nuts", "eggs", "figs", "pears"))
         n = 2 if "twice" in words else int(next(w for w in words if w.isdigit()))
         own = has.get((who, thing), 0)
@@ -103,7 +103,7 @@ def read(text: str) -> int:
         else:
             value = own + n if verb == "buys" else own - n if verb == "eats" else n
         has[who, thing] = value
-    *persons, thing = [w for w in question.replace("?", "").split() if w not in ("and", "has", "have", "how", "many")]
+    *persons, thing = [w for w in question.split() if w not in ("and", "has", "have", "how", "many")]
     return sum(has[person, thing] for person in persons)
 
 
