@@ -1,5 +1,7 @@
-"""A tokenizer of single characters, and the rules for special tokens and supervised targets."""
+"""Tokenizers of single characters and of words, and the rules for special tokens and supervised targets."""
 
+import itertools
+import re
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -28,10 +30,52 @@ class CharTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Skips padding. Raises ValueError for an id outside the vocabulary."""
-        ids = np.asarray(ids, np.int64).reshape(-1)
-        if ids.size and (ids.min() < 0 or ids.max() >= self.vocab_size):
-            raise ValueError(f"token ids {ids.min()} to {ids.max()} are not within [0, {self.vocab_size})")
-        return "".join(self.alphabet[i - 1] for i in ids.tolist() if i != self.pad_id)
+        return "".join(self.alphabet[i - 1] for i in _without_padding(ids, self.vocab_size))
+
+
+class WordTokenizer:
+    """One id per word of two letters or more and per single character, from 1 on; id 0 is padding.
+
+    Between a word and another word, a letter or a digit stands one space, and nowhere else: `ann has 12 nuts. why?`
+    is `ann`, `has`, `1`, `2`, `nuts`, `.`, `why`, `?`. Text that is spaced otherwise is refused.
+    """
+
+    pad_id = 0
+
+    def __init__(self, words: Sequence[str], characters: str):
+        self.vocabulary = (*words, *characters)
+        if not all(len(word) > 1 and word.isalpha() for word in words) or " " in characters:
+            raise ValueError("words must be two letters or more, and a space is no character of its own")
+        if not self.vocabulary or len(set(self.vocabulary)) != len(self.vocabulary):
+            raise ValueError(f"vocabulary {self.vocabulary} must have at least one entry and none twice")
+        self.vocab_size = len(self.vocabulary) + 1
+        self._id = {entry: index for index, entry in enumerate(self.vocabulary, start=1)}
+
+    def encode(self, text: str) -> list[int]:
+        """Raises ValueError naming the first word outside the vocabulary, or if the spacing is not the one above."""
+        try:
+            ids = [self._id[entry] for entry in re.findall(r"[^\W\d_]{2,}|\S", text)]
+        except KeyError as error:
+            raise ValueError(f"{error.args[0]!r} in {text[:40]!r} is not in the vocabulary") from None
+        if self.decode(ids) != text:
+            raise ValueError(f"{text[:40]!r} is not spaced like {self.decode(ids)[:40]!r}")
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Skips padding. Raises ValueError for an id outside the vocabulary."""
+        entries = [self.vocabulary[i - 1] for i in _without_padding(ids, self.vocab_size)]
+        spaced = (
+            " " + right if right.isalnum() and (len(left) > 1 or len(right) > 1) else right
+            for left, right in itertools.pairwise(entries)
+        )
+        return "".join(itertools.chain(entries[:1], spaced))
+
+
+def _without_padding(ids: Sequence[int], vocab_size: int) -> list[int]:
+    ids = np.asarray(ids, np.int64).reshape(-1)
+    if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
+        raise ValueError(f"token ids {ids.min()} to {ids.max()} are not within [0, {vocab_size})")
+    return ids[ids != 0].tolist()
 
 
 def ensure_bos(ids: Sequence[int], bos_id: int) -> list[int]:

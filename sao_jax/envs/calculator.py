@@ -120,16 +120,7 @@ class Calculator(TaskFamily):
             plan[step] = call
         if skip:
             plan.pop()
-        values = results(plan, problem.numbers)
-        known = problem.numbers[0]
-        for step, value in zip(plan, values, strict=True):
-            call = f"<{substitute(step, problem.numbers, values)}>"
-            if call not in actions:
-                return call
-            if abs(value) > LIMIT:  # refused: there is no result to go on with
-                break
-            known = value
-        return f"[{known}]"
+        return follow(plan, problem.numbers, actions)
 
 
 def answer(call: str) -> str:
@@ -158,6 +149,20 @@ def results(plan: Sequence[str], numbers: Sequence[int]) -> list[int]:
     for left, operator, right in plan:
         values.append(apply(operand(left, numbers, values), operator, operand(right, numbers, values)))
     return values
+
+
+def follow(plan: Sequence[str], numbers: Sequence[int], actions: Sequence[str]) -> str:
+    """The first call of a plan that is not among the actions, then the answer with the last result that is known."""
+    values = results(plan, numbers)
+    known = numbers[0]
+    for step, value in zip(plan, values, strict=True):
+        call = f"<{substitute(step, numbers, values)}>"
+        if call not in actions:
+            return call
+        if abs(value) > LIMIT:  # refused: there is no result to go on with
+            break
+        known = value
+    return f"[{known}]"
 
 
 def substitute(template: str, numbers: Sequence[int], values: Sequence[int] = ()) -> str:

@@ -12,6 +12,8 @@ from sao_jax.data.protocols import TaskFamily
 from sao_jax.envs.arithmetic import Arithmetic
 from sao_jax.envs.calculator import Calculator
 from sao_jax.envs.contest import Contest
+from sao_jax.envs.mathword import MathWord
+from sao_jax.envs.repair import Repair
 
 _FAMILIES: dict[str, Callable[..., TaskFamily]] = {}
 
@@ -107,3 +109,5 @@ def _import(path: str) -> Any:
 register("arithmetic", Arithmetic)
 register("calculator", Calculator)
 register("contest", Contest)
+register("mathword", MathWord)
+register("repair", Repair)

@@ -3,7 +3,16 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from sao_jax.data.tokenizers import CharTokenizer, encode_turns, ensure_bos, logit_positions, supervised_mask
+from sao_jax.data.tokenizers import (
+    CharTokenizer,
+    WordTokenizer,
+    encode_turns,
+    ensure_bos,
+    logit_positions,
+    supervised_mask,
+)
+
+WORDS = WordTokenizer(("ann", "has", "nuts"), "ax012.?=<")
 
 
 def test_ids_start_after_padding():
@@ -29,6 +38,36 @@ def test_errors_name_the_culprit():
         CharTokenizer("aba")
     with pytest.raises(ValueError, match="at least one"):
         CharTokenizer("")
+
+
+def test_words_and_characters_have_an_id_each():
+    assert WORDS.encode("ann has 12 nuts.<1=x") == [1, 2, 7, 8, 3, 9, 12, 7, 11, 5]
+    assert WORDS.decode([0, 1, 2, 0, 7, 8, 3, 9, 0]) == "ann has 12 nuts."
+    assert WORDS.encode("") == []
+    assert WORDS.decode([]) == ""
+    assert WORDS.vocab_size == 13
+
+
+@hypothesis.given(st.lists(st.integers(0, WORDS.vocab_size - 1)))
+def test_decoding_an_encoding_of_words_gives_the_text(ids):
+    text = WORDS.decode(ids)
+    # Letters that stand side by side read like a word, which is not in the vocabulary.
+    if "a" * 2 not in text and "x" * 2 not in text and "ax" not in text and "xa" not in text:
+        assert WORDS.decode(WORDS.encode(text)) == text
+
+
+def test_errors_of_a_word_tokenizer_name_the_culprit():
+    with pytest.raises(ValueError, match="'bob' in 'ann has bob' is not in the vocabulary"):
+        WORDS.encode("ann has bob")
+    for text in ("ann  has", "ann has12", "1 2", "ann.has", " ann", "ann "):
+        with pytest.raises(ValueError, match="is not spaced like"):
+            WORDS.encode(text)
+    with pytest.raises(ValueError, match="not within"):
+        WORDS.decode([13])
+    with pytest.raises(ValueError, match="none twice"):
+        WordTokenizer(("ann", "ann"), "")
+    with pytest.raises(ValueError, match="two letters"):
+        WordTokenizer(("a",), "b")
 
 
 @pytest.mark.parametrize("ids", [[1, 9, 8], [9, 8], [1, 1, 9, 8]])
