@@ -31,7 +31,7 @@ def environment(request):
     return os.environ | compilation_environment(cache_folder(request.config)) | {"JAX_PLATFORMS": "cpu"}
 
 
-def call(*arguments, environment, timeout=240, cwd=ROOT):
+def call(*arguments, environment, timeout=600, cwd=ROOT):
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
 
@@ -214,7 +214,7 @@ def test_a_signal_ends_any_stage_and_the_run_goes_on_later(stage, number, enviro
             time.sleep(0.02)
         time.sleep(random.Random(stage).uniform(0, 0.2))
         process.send_signal(number)
-        code = process.wait(timeout=120)
+        code = process.wait(timeout=300)
     text = (tmp_path / "out.txt").read_text()
     assert code == 128 + number, text[-3000:]
     assert "Traceback" not in text
