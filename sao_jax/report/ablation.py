@@ -8,6 +8,7 @@ effects are paired by seed.
 import csv
 import dataclasses
 import io
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -239,10 +240,44 @@ def runs_csv(cells: Sequence[Cell]) -> str:
     return out.getvalue()
 
 
+def curves_csv(cells: Sequence[Cell]) -> str:
+    """One line per held-out evaluation, so that the curves can be drawn again without the run folders."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["method", "point", "seed", "rollouts", "clock_s", "success", "n"])
+    for c in cells:
+        for x, clock, y in zip(c.rollouts, c.clock, c.success, strict=True):
+            writer.writerow([c.method, json.dumps(c.point), c.seed, f"{x:.0f}", f"{clock:.3f}", f"{y:.6g}", c.n])
+    return out.getvalue()
+
+
+def read_curves(path: Path) -> list[Cell]:
+    """The cells of a `curves.csv`, with their curves alone."""
+    groups: dict[tuple, list[dict]] = {}
+    with open(path, newline="") as file:
+        for line in csv.DictReader(file):
+            groups.setdefault((line["method"], line["point"], line["seed"]), []).append(line)
+    nothing = dict.fromkeys(HEALTH, math.nan)
+    return [
+        Cell(
+            method,
+            json.loads(point),
+            int(seed),
+            rollouts=np.array([float(x["rollouts"]) for x in lines]),
+            clock=np.array([float(x["clock_s"]) for x in lines]),
+            success=np.array([float(x["success"]) for x in lines]),
+            n=int(lines[0]["n"]),
+            health=nothing,
+        )
+        for (method, point, seed), lines in groups.items()
+    ]
+
+
 def write(folder: Path, cells: Sequence[Cell], *, reference: str, budget: str = "both") -> list[Path]:
-    """Writes runs.csv, summary.md and the curves; returns the paths."""
+    """Writes runs.csv, curves.csv, summary.md and the curves; returns the paths."""
     paths = [
         write_whole(folder / "runs.csv", runs_csv(cells).encode()),
+        write_whole(folder / "curves.csv", curves_csv(cells).encode()),
         write_whole(folder / "summary.md", summary(cells, reference, budget).encode()),
     ]
     if any(len(c.success) > 2 for c in cells):

@@ -1,6 +1,7 @@
 """Ablations: what the cells are, and what the tables say of known curves."""
 
 import csv
+import dataclasses
 import io
 import json
 import math
@@ -89,7 +90,7 @@ def test_effects_are_paired_by_seed_and_censored_runs_count():
 def test_the_summary_and_the_csv_tell_what_is_missing(tmp_path):
     runs = [cell("grpo", 0, [0.2, 0.5, 0.6]), cell("sao", 0, [0.2, 0.6, 0.2]), Cell("sao", {}, 1, error="it broke")]
     paths = ablation.write(tmp_path, runs, reference="grpo")
-    assert [p.name for p in paths] == ["runs.csv", "summary.md", "curves.png"]
+    assert [p.name for p in paths] == ["runs.csv", "curves.csv", "summary.md", "curves.png"]
     text = (tmp_path / "summary.md").read_text()
     assert "- sao, seed 1: it broke" in text
     assert "| sao | 1 | 20.0 % |" in text
@@ -97,6 +98,17 @@ def test_the_summary_and_the_csv_tell_what_is_missing(tmp_path):
     assert [(r["method"], r["final"], r["collapsed_at"], r["error"]) for r in lines] == [
         ("grpo", "0.6", "", ""), ("sao", "0.2", "200", ""), ("sao", "nan", "", "it broke"),
     ]  # fmt: skip
+
+
+def test_curves_are_read_back(tmp_path):
+    runs = [cell("grpo", 0, [0.25, 0.5, 0.625]), dataclasses.replace(cell("sao", 3, [0.25, 0.75]), point={"lr": 0.001})]
+    ablation.write(tmp_path, runs, reference="grpo")
+    again = ablation.read_curves(tmp_path / "curves.csv")
+    assert [(c.label, c.seed, c.n) for c in again] == [("grpo", 0, 64), ("sao, lr 0.001", 3, 64)]
+    for a, b in zip(again, runs, strict=True):
+        np.testing.assert_array_equal(a.success, b.success)
+        np.testing.assert_array_equal(a.clock, b.clock)
+    assert ablation.rows(again, "grpo")[0]["final"][0] == 0.625
 
 
 def test_a_comparison_of_nothing_is_no_crash(tmp_path):

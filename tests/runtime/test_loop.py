@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from helpers import MODEL_FLAGS, Record, SilentDisplay, Tiny, TinyEnvironment, quick_compile  # noqa: F401
 
+from sao_jax.report.tokens import trajectory_html
 from sao_jax.runtime.checkpoints import Checkpoints
 from sao_jax.runtime.collector import DeadGroupsError
 from sao_jax.runtime.config import RunConfig
+from sao_jax.runtime.inspect import read_trajectories
 from sao_jax.runtime.train import train
 
 BASE = dict(
@@ -379,3 +381,22 @@ def test_simulated_environment_times_are_paid_on_the_clock_and_not_slept_through
     # From its end a trajectory waits for compute alone.
     assert all(line["async/publish_latency_s"] < 20.0 for line in lines if "async/publish_latency_s" in line)
     assert all(line["async/queue_age_s"] < 20.0 for line in lines)
+
+
+def test_trajectories_are_read_back_as_the_newest_weights_see_them(tmp_path):
+    _, record, _ = run(tmp_path, task="tiny:turns=2,reward=1", lr=0.0, critic_lr=1e-2, lambd=1.0)
+    read = read_trajectories(tmp_path, count=3)
+    assert len(read) == 3
+    known = {(t.task, t.total_reward, t.length): t for t in record.trajectories.values()}
+    for r in read:
+        t, mask = known[r["task"], r["reward"], len(r["texts"])], r["action_mask"]
+        np.testing.assert_array_equal(mask, t.action_mask)
+        np.testing.assert_allclose(r["weight"][mask], 1.0, atol=1e-4)  # the policy has not moved
+        # Without discount and with lambda 1 in one segment an advantage is the return less the value.
+        np.testing.assert_allclose(r["advantage"][mask], r["reward"] - r["value"][mask], atol=1e-5)
+        assert np.abs(r["value"][mask]).max() > 0
+        page = trajectory_html(r)
+        assert page.count("<span") == 3 * len(mask)
+        assert page.count("title=") == 3 * mask.sum()
+    without = run(tmp_path / "given", baseline="running_mean")
+    assert np.isnan(read_trajectories(tmp_path / "given", count=1)[0]["value"]).all(), without

@@ -1,0 +1,72 @@
+"""Stored trajectories of a run, as its newest weights see them."""
+
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sao_jax.data.rows import make_row, stack_rows
+from sao_jax.data.storage import Location, TrajectoryStore
+from sao_jax.data.trajectory import load_trajectory
+from sao_jax.learner import window
+from sao_jax.models.critic import critic_outputs
+from sao_jax.runtime.checkpoints import Checkpoints
+from sao_jax.runtime.devices import data_mesh
+from sao_jax.runtime.ledger import Ledger
+from sao_jax.runtime.run import family_and_context, make_learner, read_config
+
+
+def read_trajectories(folder: pathlib.Path | str, count: int = 8) -> list[dict[str, Any]]:
+    """The last `count` trajectories that a run has trained on, oldest first.
+
+    Each is a dict: task, reward, end, texts (of each token), and arrays over tokens: action_mask, version (of the
+    weights that sampled), value and advantage (by the newest critic, NaN without one), weight (importance weight of the
+    newest policy by the run's rule).
+    """
+    folder = pathlib.Path(folder)
+    config = read_config(folder)
+    family, context = family_and_context(config)
+    learner = make_learner(config, family, context, data_mesh(config.devices))
+    with Ledger(folder / "ledger.sqlite", read_only=True) as ledger, TrajectoryStore(folder / "trajectories") as store:
+        stored = [r for r in ledger.stored() if r.state == "trained"][-count:]
+        trajectories = [load_trajectory(store.read(Location(**r.location))) for r in stored]
+    if not trajectories:
+        return []
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        if (newest := checkpoints.newest()) is None:
+            raise ValueError(f"{folder} has no complete checkpoint")
+        state, _ = checkpoints.restore(newest, learner.programs.abstract_state())
+    lambdas = [config.lambd or 1 - 1 / max((config.lambda_alpha or 1.5) * t.num_action_tokens, 1) for t in trajectories]
+    rows = stack_rows(
+        [
+            make_row(t, length=context, steps_per_segment=config.segment_steps, lambda_=lambda_)
+            for t, lambda_ in zip(trajectories, lambdas, strict=True)
+        ]
+    )
+    choices, numbers, model = config.choices(), config.numbers().traced(), learner.programs.config
+
+    @jax.jit
+    def evaluate(state, rows):
+        logp, _ = window.policy_forward(model, state["policy"], rows)
+        outputs = critic_outputs(model, state["critic"], rows["tokens"]) if choices.has_critic else None
+        scored = window.score(choices, numbers, state, rows, outputs, logp)
+        nothing = jnp.full(logp.shape, jnp.nan)
+        advantage = scored.get("advantages_raw", nothing)
+        weight = window.token_weights(choices, numbers, logp, rows["rollout_logp"], scored["advantages"])
+        return {"value": scored.get("values", nothing), "advantage": advantage, "weight": weight}
+
+    figures = {k: np.asarray(v) for k, v in evaluate(state, rows).items()}
+    return [
+        {
+            "task": t.task,
+            "reward": t.total_reward,
+            "end": t.end,
+            "texts": [family.tokenizer.decode([int(i)]) for i in t.tokens],
+            "action_mask": t.action_mask,
+            "version": t.version,
+            **{k: v[i, : t.length] for k, v in figures.items()},
+        }
+        for i, t in enumerate(trajectories)
+    ]
