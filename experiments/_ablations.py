@@ -106,7 +106,10 @@ PRESETS: Mapping[str, Preset] = {
     ),
     "preheating": Preset(("sao", "sao no preheating"), reference="sao no preheating"),
     "math": Preset(("sao", "grpo", "reinforce"), flags=dict(task="mathword:level=1")),
-    "contest": Preset(("sao", "grpo", "reinforce"), flags=dict(task="contest:level=1")),
+    # Programs are judged in a sandbox, so the environment's time is real.
+    "contest": Preset(
+        ("sao", "grpo", "reinforce"), flags=dict(task="contest:level=1", env_seconds=None, env_sigma=None)
+    ),
     "repair": Preset(("sao", "grpo", "reinforce"), flags=dict(task="repair:level=1")),
     # Simulated environments of growing spread, the median fixed; nothing is evaluated, the clock is what counts.
     "clock": Preset(

@@ -11,7 +11,7 @@ import numpy as np
 
 from experiments._ablations import BASE, METHODS, PRESETS
 from experiments.ablate import Flags as AblateFlags
-from experiments.ablate import compare, finish_run
+from experiments.ablate import compare, finish_run, warm_flags, warm_folder
 from sao_jax.report import ablation
 from sao_jax.report.intervals import mean_interval
 
@@ -29,6 +29,7 @@ class Measured:
     seeds: list[int]
     sizes: dict[str, Any]
     notes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    null: float = 0.0  # the effect that would mean nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +48,7 @@ def _cells(preset: str, methods: tuple[str, ...], quick: bool, results: pathlib.
     """Cells of a preset, run where they are missing."""
     chosen = ",".join(methods) if set(methods) != set(PRESETS[preset].methods) else None
     flags = AblateFlags(preset=preset, methods=chosen, results=str(results), quick=quick)
-    return [c for c in compare(preset, flags, check) if len(c.success)]
+    return compare(preset, flags, check)
 
 
 def _paired(
@@ -55,6 +56,8 @@ def _paired(
 ) -> tuple[list[float], list[float], list[int]]:
     first, second = ({c.seed: figure(c) for c in cells if c.method == m} for m in (a, b))
     seeds = sorted(first.keys() & second.keys())
+    if not seeds:
+        raise ValueError(f"no seed has finished runs of both {a} and {b}")
     return [first[s] for s in seeds], [second[s] for s in seeds], seeds
 
 
@@ -74,17 +77,23 @@ def accuracy(preset: str) -> Callable[..., Measured]:
     return measure
 
 
+def _rollouts_to(c: ablation.Cell, level: float) -> float:
+    """Rollouts to a level; a run that does not get there counts as its whole budget."""
+    reached = c.reaches(level)
+    return float(c.rollouts[-1]) if reached is None else reached
+
+
+def _saved(a: list[float], b: list[float]) -> list[float]:
+    """By how many per cent each of `a` is below its partner; a partner of 0 leaves nothing to save."""
+    return [100 * (1 - x / y) if y else 0.0 if x == 0 else -math.inf for x, y in zip(a, b, strict=True)]
+
+
 def steps_to_accuracy(quick, results, check) -> Measured:
     """Rollouts to 95 % of GRPO's mean final success; a run that does not get there counts as its whole budget."""
     cells = _cells("dis-vs-grpo", ("sao", "grpo"), quick, results, check)
     level = ablation.NEAR * statistics.fmean(c.final for c in cells if c.method == "grpo")
-
-    def steps(c):
-        reached = c.reaches(level)
-        return float(c.rollouts[-1]) if reached is None else reached
-
-    a, b, seeds = _paired(cells, "sao", "grpo", steps)
-    effect = mean_interval([100 * (1 - x / y) for x, y in zip(a, b, strict=True)])
+    a, b, seeds = _paired(cells, "sao", "grpo", lambda c: _rollouts_to(c, level))
+    effect = mean_interval(_saved(a, b))
     censored = {m: sum(c.reaches(level) is None for c in cells if c.method == m) for m in ("sao", "grpo")}
     return Measured(
         effect,
@@ -101,8 +110,8 @@ def preheating(quick, results, check) -> Measured:
     methods = ("sao", "sao no preheating")
     cells = _cells("preheating", methods, quick, results, check)
     level = ablation.NEAR * statistics.fmean(c.final for c in cells if c.method == methods[1])
-    a, b, seeds = _paired(cells, *methods, lambda c: c.reaches(level) or float(c.rollouts[-1]))
-    effect = mean_interval([100 * (1 - x / y) for x, y in zip(a, b, strict=True)])
+    a, b, seeds = _paired(cells, *methods, lambda c: _rollouts_to(c, level))
+    effect = mean_interval(_saved(a, b))
     return Measured(effect, statistics.fmean(a), statistics.fmean(b), seeds, _sizes(cells), {"level": level})
 
 
@@ -116,7 +125,8 @@ def kl_bound(quick, results, check) -> Measured:
     )
     effect = mean_interval(a)
     notes = {m: round(statistics.fmean(v), 2) for m, v in share.items()}
-    return Measured(effect, statistics.fmean(a), statistics.fmean(b), seeds, _sizes(cells), notes)
+    null = statistics.fmean(b)  # what no mechanism keeps within the bound
+    return Measured(effect, statistics.fmean(a), null, seeds, _sizes(cells), notes, null=null)
 
 
 def update_latency(quick, results, check) -> Measured:
@@ -124,7 +134,7 @@ def update_latency(quick, results, check) -> Measured:
     cells = _cells("dis-vs-grpo", ("sao", "grpo"), quick, results, check)
     a, b, seeds = _paired(cells, "sao", "grpo", lambda c: c.health["latency"])
     effect = mean_interval([y / x for x, y in zip(a, b, strict=True)])
-    return Measured(effect, statistics.fmean(a), statistics.fmean(b), seeds, _sizes(cells))
+    return Measured(effect, statistics.fmean(a), statistics.fmean(b), seeds, _sizes(cells), null=1.0)
 
 
 def value_error(quick, results, check) -> Measured:
@@ -143,10 +153,8 @@ def value_error(quick, results, check) -> Measured:
     rollouts = 512 if quick else 3584
     found: dict[str, dict[str, list[float]]] = {}
     for seed in seeds:
-        start = results / ("warm-quick" if quick else "warm") / f"s{seed}"
-        warm = dict(task=BASE["task"], seed=seed, baseline="batch_mean", rollouts=0, eval_tasks=64)
-        warm |= dict(warm_start_steps=150, demonstrations=4000) if quick else {}
-        _must(finish_run(start, warm, check))
+        start = warm_folder(results, BASE["task"], seed, quick)
+        _must(finish_run(start, warm_flags(BASE["task"], seed, quick), check))
         for targets in ("mc", "dis"):
             folder = results / ("value-error-quick" if quick else "value-error") / f"{targets}_s{seed}"
             flags = BASE | METHODS["sao"] | dict(critic_targets=targets, seed=seed, rollouts=rollouts, eval_every=0)
@@ -194,8 +202,8 @@ def value_error(quick, results, check) -> Measured:
 def action_only(quick, results, check) -> Measured:
     """Computation of head, log-prob, loss and recursion over action tokens alone, against over all tokens.
 
-    The share that is saved is an average over 20 to 80 % observation tokens, by the compiler's count of FLOPs, and the
-    interval its range. Times, and shares of the whole update, are in the notes.
+    The share that is saved is an average over 20 to 80 % observation tokens, by the compiler's count of FLOPs. Each of
+    them, times, and shares of the whole update are in the notes.
     """
     import jax
     import jax.numpy as jnp
@@ -264,7 +272,7 @@ def action_only(quick, results, check) -> Measured:
             notes[f"{share:.0%} observations, {part}"] = {"flops": round(flops, 1), "seconds": round(seconds, 1)}
     mean = statistics.fmean(saved)
     sizes = {"rows": rows, "length": length, "vocabulary": VOCABULARY, "parameters": "0.85 M"}
-    return Measured((mean, min(saved), max(saved)), 100 - mean, 100.0, [0], sizes, notes)
+    return Measured((mean, math.nan, math.nan), 100 - mean, 100.0, [0], sizes, notes)
 
 
 def _must(error: str) -> None:
@@ -285,14 +293,15 @@ CLAIMS: dict[str, Claim] = {
 }  # fmt: skip
 
 
-def verdict(effect: Interval, reported: float) -> str:
-    """yes: the interval reaches the reported effect; partly: it excludes no effect, in the right direction; else no."""
+def verdict(effect: Interval, reported: float, null: float = 0.0) -> str:
+    """yes: the interval reaches the reported effect; partly: it excludes the effect that means nothing, in the right
+    direction; no: else. Without an interval the figure stands for itself."""
     mean, low, high = effect
     if math.isnan(low):
         low = high = mean
-    if high >= reported and low > 0:
+    if high >= reported and low > null:
         return "yes"
-    return "partly" if low > 0 else "no"
+    return "partly" if low > null else "no"
 
 
 def command(name: str, quick: bool) -> str:

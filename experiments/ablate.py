@@ -11,9 +11,9 @@ compute as measured, environment times as drawn, evaluations not counted.
 """
 
 import dataclasses
-import json
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -27,6 +27,7 @@ if not __package__:
 
 from experiments import _cli
 from experiments._ablations import BASE, FIRST_SEED, METHODS, PRESETS, Preset
+from sao_jax.runtime.config import RunConfig
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -83,13 +84,19 @@ def cell_flags(preset: Preset, cell: Cell, budget: int, quick: bool) -> dict[str
         flags |= {"eval_tasks": 64, "eval_every": 4}
         if flags.get("preheat_rollouts"):
             flags["preheat_rollouts"] = 64
-    return flags | {"rollouts": budget - (flags.get("preheat_rollouts") or 0)}
+    flags |= {"rollouts": budget - (flags.get("preheat_rollouts") or 0)}
+    return {name: value for name, value in flags.items() if value is not None}
 
 
-def warm_flags(cell: Cell, quick: bool) -> dict[str, Any]:
-    """The run that only makes a seed's starting policy."""
-    flags = dict(task=BASE["task"], seed=cell.seed, baseline="batch_mean", rollouts=0, eval_tasks=64)
-    return flags | (dict(warm_start_steps=150, demonstrations=4000) if quick else {})
+def warm_flags(task: str, seed: int, quick: bool) -> dict[str, Any]:
+    """The run that only makes the starting policy of a task and seed."""
+    flags = dict(task=task, seed=seed, baseline="batch_mean", rollouts=0, eval_tasks=64)
+    return flags | (dict(warm_start_steps=300, demonstrations=4000) if quick else {})
+
+
+def warm_folder(results: pathlib.Path, task: str, seed: int, quick: bool) -> pathlib.Path:
+    name = "".join(c if c.isalnum() else "-" for c in task)
+    return results / ("warm-quick" if quick else "warm") / f"{name}_s{seed}"
 
 
 def arguments(flags: Mapping[str, Any]) -> list[str]:
@@ -97,7 +104,7 @@ def arguments(flags: Mapping[str, Any]) -> list[str]:
 
 
 def finish_run(folder: pathlib.Path, flags: Mapping[str, Any], check: Callable[[], None]) -> str:
-    """Runs, or continues, one training run in a process of its own; returns "" or the last line of its error."""
+    """Runs, or continues, one training run in a process of its own; returns "" or why it did not end well."""
     if (folder / "evaluation.json").exists():
         return ""
     begun = (folder / "config.json").exists()
@@ -105,7 +112,8 @@ def finish_run(folder: pathlib.Path, flags: Mapping[str, Any], check: Callable[[
     command = [sys.executable, "-m", "experiments.train"]
     command += ["--resume", str(folder)] if begun else ["--run-dir", str(folder), *arguments(flags)]
     with (folder / "output.txt").open("w") as output:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+        # In a session of its own: a Ctrl-C in the terminal reaches it once, by us.
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             while process.poll() is None:
                 check()
@@ -116,8 +124,20 @@ def finish_run(folder: pathlib.Path, flags: Mapping[str, Any], check: Callable[[
                 process.wait()
     if process.returncode == 0:
         return ""
+    if process.returncode < 0:
+        return f"killed by {signal.Signals(-process.returncode).name}"
     lines = (folder / "output.txt").read_text(errors="replace").strip().splitlines()
-    return next((line for line in reversed(lines) if line.startswith("error")), lines[-1] if lines else "no output")
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return errors[-1] if errors else f"exit code {process.returncode}, see {folder / 'output.txt'}"
+
+
+def same_run(folder: pathlib.Path, flags: Mapping[str, Any]) -> bool:
+    """Whether a run folder was made with these flags, wherever its starting policy lay."""
+    from sao_jax.runtime.config import RunConfig
+    from sao_jax.runtime.run import read_config
+
+    wanted = RunConfig(**flags).resolved()
+    return dataclasses.replace(read_config(folder), init_from=wanted.init_from) == wanted
 
 
 def forget_bulk(folder: pathlib.Path) -> None:
@@ -133,6 +153,49 @@ def compare(name: str, flags: Flags, check: Callable[[], None]) -> list:
 
     The tables show every cell of the preset that is there, also of methods that were not asked for this time.
     """
+    from sao_jax.report import ablation
+
+    preset, results = PRESETS[name], pathlib.Path(flags.results).resolve()
+    methods = tuple(dict.fromkeys(flags.methods.split(","))) if flags.methods else preset.methods
+    if unknown := [m for m in methods if m not in METHODS]:
+        raise ValueError(f"unknown method {unknown[0]!r}; allowed: {', '.join(METHODS)}")
+    budget = flags.rollouts or (768 if flags.quick else preset.budget)
+    seeds = flags.seeds or (2 if flags.quick else preset.seeds)
+    base = results / (name + "-quick" * flags.quick)
+
+    def wanted(cell: Cell) -> dict[str, Any]:
+        own = cell_flags(preset, cell, budget, flags.quick)
+        return own | {"init_from": str(warm_folder(results, own["task"], cell.seed, flags.quick))}
+
+    def has_run(cell: Cell, file: str = "evaluation.json") -> bool:
+        return (base / "runs" / cell.folder / file).exists()
+
+    todo = cells(preset, methods, seeds, FIRST_SEED.get(name, 0))
+    for cell in todo:
+        resolved = RunConfig(**wanted(cell)).resolved()  # what is wrong with a cell is said before the first one runs
+        if resolved.rollouts < 1:
+            raise ValueError(f"a budget of {budget} rollouts leaves none after preheating ({cell.name})")
+        if has_run(cell, "config.json") and not same_run(base / "runs" / cell.folder, wanted(cell)):
+            raise ValueError(f"{base / 'runs' / cell.folder} was made with other flags; name another --results")
+    errors = _run_cells(name, todo, base, results, wanted, flags, check)
+
+    def read(cell: Cell):
+        return ablation.read_cell(
+            base / "runs" / cell.folder, cell.method, dict(cell.point), cell.seed, errors.get(cell, "")
+        )
+
+    others = cells(preset, (*preset.methods, *methods), max(seeds, preset.seeds), FIRST_SEED.get(name, 0))
+    there = [c for c in others if c not in todo and has_run(c) and same_run(base / "runs" / c.folder, wanted(c))]
+    everything = {c: read(c) for c in sorted({*todo, *there}, key=lambda c: (c.seed, others.index(c)))}
+    for path in ablation.write(base, list(everything.values()), reference=preset.reference, budget=flags.budget):
+        print(path)
+    if errors:
+        raise _cli.UserError(f"{len(errors)} of {len(todo)} runs did not finish; call the command again to go on")
+    return [everything[c] for c in todo]
+
+
+def _run_cells(name, todo, base, results, wanted, flags, check) -> dict[Cell, str]:
+    """Runs what is missing; returns why cells failed."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -142,69 +205,36 @@ def compare(name: str, flags: Flags, check: Callable[[], None]) -> list:
         TimeRemainingColumn,
     )
 
-    from sao_jax.report import ablation
-
-    preset = PRESETS[name]
-    methods = tuple(flags.methods.split(",")) if flags.methods else preset.methods
-    if unknown := [m for m in methods if m not in METHODS]:
-        raise ValueError(f"unknown method {unknown[0]!r}; allowed: {', '.join(METHODS)}")
-    budget = flags.rollouts or (768 if flags.quick else preset.budget)
-    seeds = flags.seeds or (2 if flags.quick else preset.seeds)
-    base = pathlib.Path(flags.results) / (name + "-quick" * flags.quick)
-    todo = cells(preset, methods, seeds, FIRST_SEED.get(name, 0))
-    _same_settings(base, {"budget": budget, "quick": flags.quick})
-    errors: dict[Cell, str] = {}
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    errors: dict[Cell, str] = {}
     with Progress(*columns, TimeRemainingColumn(), TextColumn("left")) as progress:
         bar = progress.add_task(name, total=len(todo))
+
+        def start(cell: Cell) -> str:
+            """Makes the starting policy of a cell if it is missing."""
+            task = wanted(cell)["task"]
+            folder = warm_folder(results, task, cell.seed, flags.quick)
+            return finish_run(folder, warm_flags(task, cell.seed, flags.quick), check)
 
         def work(cell: Cell) -> None:
             check()
             folder = base / "runs" / cell.folder
+            progress.update(bar, description=f"{name}: {cell.name}, seed {cell.seed}")
             if not (folder / "evaluation.json").exists():
-                start = pathlib.Path(flags.results) / ("warm-quick" if flags.quick else "warm") / f"s{cell.seed}"
-                error = finish_run(start, warm_flags(cell, flags.quick), check)
-                if not error:
-                    wanted = cell_flags(preset, cell, budget, flags.quick) | {"init_from": str(start.resolve())}
-                    error = finish_run(folder, wanted, check)
+                error = start(cell) or finish_run(folder, wanted(cell), check)
                 if error:
                     errors[cell] = error
                     progress.console.print(f"{cell.name}, seed {cell.seed}: {error}")
                 else:
                     forget_bulk(folder)
-            progress.update(bar, advance=1, description=f"{name}: {cell.name}, seed {cell.seed}")
+            progress.update(bar, advance=1)
 
-        if flags.jobs == 1:
-            for cell in todo:
-                work(cell)
-        else:
-            # One warm start per seed first: two cells of a seed must not make it at once.
+        if flags.jobs > 1:
             for cell in {c.seed: c for c in todo}.values():
-                work(cell)
-            with ThreadPoolExecutor(flags.jobs) as pool:
-                list(pool.map(work, todo))
-
-    def read(cell: Cell):
-        return ablation.read_cell(
-            base / "runs" / cell.folder, cell.method, dict(cell.point), cell.seed, errors.get(cell, "")
-        )
-
-    wanted = {c: read(c) for c in todo}
-    others = cells(preset, (*preset.methods, *methods), max(seeds, preset.seeds), FIRST_SEED.get(name, 0))
-    there = {c: read(c) for c in others if c not in wanted and (base / "runs" / c.folder / "evaluation.json").exists()}
-    everything = sorted((wanted | there).items(), key=lambda pair: pair[0].seed)
-    for path in ablation.write(base, [run for _, run in everything], reference=preset.reference, budget=flags.budget):
-        print(path)
-    return list(wanted.values())
-
-
-def _same_settings(base: pathlib.Path, settings: dict) -> None:
-    """Cells of one table have one budget."""
-    path = base / "settings.json"
-    if path.exists() and (found := json.loads(path.read_text())) != settings:
-        raise ValueError(f"{base} holds cells made with {found}, asked for are {settings}; name another --results")
-    base.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(settings))
+                start(cell)  # two cells of a seed must not make it at once
+        with ThreadPoolExecutor(flags.jobs) as pool:
+            list(pool.map(work, todo))
+    return errors
 
 
 def print_list() -> None:
@@ -224,6 +254,9 @@ def main(stop) -> None:
         return
     if flags.preset != "all" and flags.preset not in PRESETS:
         raise ValueError(f"unknown preset {flags.preset!r}; allowed: {', '.join(PRESETS)}, all")
+    for name in ("methods", "results"):
+        if getattr(flags, name) == "":
+            raise ValueError(f"--{name} is empty")
     for name in ("seeds", "rollouts", "jobs"):
         if (value := getattr(flags, name)) is not None and value < 1:
             raise ValueError(f"--{name} is {value}; it must be at least 1")

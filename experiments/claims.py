@@ -44,6 +44,8 @@ def main(stop) -> None:
             reported += "" if claim.reported_baseline is None else f" against {claim.reported_baseline:g}"
             print(f"{name:18}{claim.text}: {claim.effect:.3g} {claim.unit}{reported}{')' if reported else ''}")
         return
+    if flags.results == "":
+        raise ValueError("--results is empty")
     if flags.all == (flags.claim is not None):
         raise ValueError("name one claim, or --all; --list shows them")
     if flags.claim is not None and flags.claim not in CLAIMS:
@@ -52,7 +54,7 @@ def main(stop) -> None:
     from sao_jax.runtime.devices import prepare_backend
 
     prepare_backend()
-    results = pathlib.Path(flags.results)
+    results = pathlib.Path(flags.results).resolve()
     for name in CLAIMS if flags.all else (flags.claim,):
         line = measure(name, flags.quick, results, stop.check)
         print(json.dumps(line), flush=True)
@@ -78,7 +80,7 @@ def measure(name: str, quick: bool, results: pathlib.Path, check) -> dict:
         "effect": m.effect[0],
         "interval": m.effect[1:],
         "unit": claim.unit,
-        "reproduced": verdict(m.effect, claim.effect),
+        "reproduced": verdict(m.effect, claim.effect, m.null),
         "command": command(name, quick),
         "sizes": m.sizes,
         "seeds": m.seeds,

@@ -110,14 +110,15 @@ def _weighted_surrogate(logp, proximal_logp, weights, finite, advantages, action
 
 
 def interpolated_logp(logp: ArrayLike, rollout_logp: ArrayLike, staleness: ArrayLike) -> jax.Array:
-    """A proximal policy without a forward pass of its own: mu + a (pi - mu), a = 1 - 1/max(d, 1) (A-3PO 2025).
+    """A proximal policy without a forward pass of its own: mu + a (pi - mu), a = 1 - 1/d (A-3PO 2025).
 
-    d is the staleness in versions: 0 or 1 gives mu, and with growing staleness the proximal policy approaches the
-    current one. Detached. logp, rollout_logp [T]; staleness [] or [T] -> float32 [T].
+    d is the staleness in versions: fresh data (d < 1) gives pi, d = 1 gives mu, and with growing staleness the proximal
+    policy approaches the current one again. Detached. logp, rollout_logp [T]; staleness [] or [T] -> float32 [T].
     """
     logp, rollout_logp = jax.lax.stop_gradient((floats(logp), floats(rollout_logp)))
     chex.assert_equal_shape([logp, rollout_logp])
-    a = 1.0 - 1.0 / jnp.maximum(floats(staleness), 1.0)
+    d = floats(staleness)
+    a = jnp.where(d < 1.0, 1.0, 1.0 - 1.0 / jnp.maximum(d, 1.0))
     return rollout_logp + a * (logp - rollout_logp)
 
 

@@ -135,14 +135,14 @@ def rows(cells: Sequence[Cell], reference: str) -> list[dict[str, Any]]:
     The reference of a grid point is the reference method at that point.
     """
     by_label: dict[str, list[Cell]] = {}
+    cells = [c for c in cells if len(c.success) and not c.error]  # half a run is no result
     for c in cells:
-        if len(c.success):
-            by_label.setdefault(c.label, []).append(c)
-    ends = [np.median([c.clock[-1] for c in group]) for group in by_label.values()]
-    equal_clock = min(ends) if ends else math.nan
+        by_label.setdefault(c.label, []).append(c)
     found = []
     for label, group in by_label.items():
-        against = {c.seed: c for c in cells if c.method == reference and c.point == group[0].point and len(c.success)}
+        point = [other for other in by_label.values() if other[0].point == group[0].point]
+        equal_clock = min(float(np.median([c.clock[-1] for c in other])) for other in point)
+        against = {c.seed: c for c in cells if c.method == reference and c.point == group[0].point}
         pairs = [(c, against[c.seed]) for c in group if c.seed in against]
         level = NEAR * float(np.mean([c.final for c in against.values()])) if against else math.nan
         reached = [c.reaches(level) for c in group]
@@ -175,7 +175,8 @@ def summary(cells: Sequence[Cell], reference: str, budget: str = "both") -> str:
     """The comparison as Markdown."""
     table = rows(cells, reference)
     out = []
-    if budget in ("rollouts", "both"):
+    has_curves = any(len(c.success) > 2 for c in cells)
+    if has_curves and budget in ("rollouts", "both"):
         head = (
             "method", "seeds", "held-out success", "area under curve", f"rollouts to {NEAR:.0%} of {reference}'s",
             "collapsed", f"effect against {reference}",
@@ -189,11 +190,14 @@ def summary(cells: Sequence[Cell], reference: str, budget: str = "both") -> str:
         ]  # fmt: skip
         out += ["## At equal rollouts", "", _table(head, body), ""]
     if budget in ("wallclock", "both") and table:
-        after = f"success after {table[0]['equal_clock']:.0f} s"
+        clocks = {round(r["equal_clock"]) for r in table}
+        after = f"success after {clocks.pop()} s" if len(clocks) == 1 else "success at the quickest method's end"
         head = ("method", after, f"effect against {reference}", "clock of a run [s]", f"clock / {reference}'s")
         body = [
             (
-                r["method"], percent(r["at_clock"]), points(r.get("effect_at_clock")),
+                r["method"],
+                percent(r["at_clock"]) if has_curves else "",
+                points(r.get("effect_at_clock")) if has_curves else "",
                 number(r["clock"], 0), number(r.get("clock_ratio"), 2),
             )
             for r in table
@@ -293,13 +297,14 @@ def write(folder: Path, cells: Sequence[Cell], *, reference: str, budget: str = 
 def curves(cells: Sequence[Cell]) -> Figure:
     """Held-out success over rollouts and over the clock: means over seeds, with 95 % bands."""
     figure = Figure(figsize=(11, 4.2), layout="constrained", facecolor="white")
-    labels = list(dict.fromkeys(c.label for c in cells if len(c.success) > 1))
+    cells = [c for c in cells if len(c.success) > 1 and not c.error]
+    labels = list(dict.fromkeys(c.label for c in cells))
     for axes, axis, name in zip(
         figure.subplots(1, 2, sharey=True), ("rollouts", "clock"), ("rollouts, all that were paid for", "clock [s]"),
         strict=True,
     ):  # fmt: skip
         for label, color in zip(labels, _colors(len(labels)), strict=True):
-            group = [c for c in cells if c.label == label and len(c.success) > 1]
+            group = [c for c in cells if c.label == label]
             end = min(getattr(c, axis)[-1] for c in group)
             x = np.linspace(0, end, 60)
             y = np.array([np.interp(x, getattr(c, axis), c.success) for c in group])

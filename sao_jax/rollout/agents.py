@@ -147,6 +147,8 @@ class Agents:
         for rollout in list(self._episodes):
             self._leave(self._episodes[rollout])
         self._ended = []
+        if isinstance(self._calls, _Simulated):
+            self._calls.forget()
 
     # ---- inner parts
 
@@ -201,6 +203,9 @@ class _Simulated:
     def submit(self, episode: Episode, method: Callable) -> None:
         seconds = self._seconds(episode.rollout, episode.task) if method.__name__ == "advance" else 0.0
         heapq.heappush(self._waiting, (self._clock() + seconds, next(self._order), episode, method))
+
+    def forget(self) -> None:
+        self._waiting.clear()
 
     def answers(self, wait: float) -> list[tuple]:
         """Answers that are due; with `wait` (nothing else is going on) time is passed until the first is."""

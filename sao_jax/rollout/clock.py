@@ -8,30 +8,34 @@ from collections.abc import Iterator
 class Clock:
     """Seconds since the start: real time, less what is not to count, plus simulated waits skipped instead of slept.
 
-    clock() reads it. A run with simulated environments so takes only its compute time, and is charged for the waits all
-    the same, with everything that overlaps them.
+    clock() reads it; while it is stopped it stands still. A run with simulated environments takes only its compute
+    time, and is charged for the waits all the same, with everything that overlaps them.
     """
 
     def __init__(self, real=time.monotonic):
         self._real = real
         self._zero = real()
+        self._frozen: float | None = None
 
     def __call__(self) -> float:
-        return self._real() - self._zero
+        return self._real() - self._zero if self._frozen is None else self._frozen
 
     def skip_to(self, moment: float) -> None:
-        """Passes the time until `moment`, which may lie in the past."""
-        self._zero -= max(0.0, moment - self())
+        """Passes the time until `moment`, which may lie in the past. Nothing passes while the clock is stopped."""
+        if self._frozen is None:
+            self._zero -= max(0.0, moment - self())
 
     def restore(self, seconds: float) -> None:
         """Goes on from `seconds`, as a resumed run does."""
+        self._frozen = None if self._frozen is None else seconds
         self._zero = self._real() - seconds
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """What happens inside does not count: evaluations, checkpoints of an experiment."""
-        start = self._real()
+        """What happens inside does not count, such as an evaluation: simulated waits do not end meanwhile."""
+        self._frozen = self()
         try:
             yield
         finally:
-            self._zero += self._real() - start
+            seconds, self._frozen = self._frozen, None
+            self.restore(seconds)

@@ -65,13 +65,15 @@ class Collector:
         self._groups.setdefault(t.group, []).append(t)
         return self._complete(t.group)
 
-    def prime(self, earlier: list[tuple[str, float]]) -> None:
-        """Brings the running mean, or the counts per task, to where they were after these (task, reward)."""
-        for task, reward in earlier:
-            if self._config.baseline == "spo":
-                self._against_task(task, reward)
-            else:
-                self._against_running_mean(reward)
+    def prime(self, task: str, reward: float) -> None:
+        """Takes a reward into the running mean, or the count of its task, that led to an advantage before a resume.
+
+        Counts then differ from the uninterrupted ones by the order within a batch alone.
+        """
+        if self._config.baseline == "spo":
+            self._against_task(task, reward)
+        else:
+            self._against_running_mean(reward)
 
     def lose(self, group: int) -> list[Ready | Dropped]:
         """A rollout of the group was dropped; the rest no longer waits for it."""

@@ -269,6 +269,12 @@ class RunConfig:
             return parse_band(self.band)
         return 0.0 if self.eps_low is None else 1.0 - self.eps_low, 1.0 + self.eps_high
 
+    def policy_lambda(self, num_action_tokens: int) -> float:
+        """The fixed lambda, or `length_adaptive_lambda`: a device call for one number would cost more than its row."""
+        if self.lambd is not None:
+            return self.lambd
+        return 1.0 - 1.0 / max((self.lambda_alpha or 1.5) * num_action_tokens, 1.0)
+
     def model(self, vocab_size: int) -> ModelConfig:
         return ModelConfig(
             vocab_size=vocab_size,
@@ -487,10 +493,13 @@ def check_values(config: RunConfig) -> None:
         "env_seconds": 0.0, "sequence_kl": 0.0, "kl_step": 0.0,
     }  # fmt: skip
     unit = ("gamma", "lambd", "critic_lambda")
+    at_most = {"env_sigma": 10.0, "seed": 2**32 - 1}
     for field in dataclasses.fields(config):
         name, value = field.name, getattr(config, field.name)
         if value is None:
             continue
+        if name in at_most and value > at_most[name]:
+            raise ValueError(f"{_flag(name)} is {value}; it must be at most {at_most[name]}")
         if isinstance(value, float) and not -1e30 < value < 1e30:
             raise ValueError(f"{_flag(name)} is {value}; it must be finite")
         if name in at_least and value < at_least[name]:

@@ -12,6 +12,7 @@ from sao_jax.data.storage import Location, TrajectoryStore
 from sao_jax.data.trajectory import load_trajectory
 from sao_jax.learner import window
 from sao_jax.models.critic import critic_outputs
+from sao_jax.objectives.weights import finite_ratio
 from sao_jax.runtime.checkpoints import Checkpoints
 from sao_jax.runtime.devices import data_mesh
 from sao_jax.runtime.ledger import Ledger
@@ -22,8 +23,8 @@ def read_trajectories(folder: pathlib.Path | str, count: int = 8) -> list[dict[s
     """The last `count` trajectories that a run has trained on, oldest first.
 
     Each is a dict: task, reward, end, texts (of each token), and arrays over tokens: action_mask, version (of the
-    weights that sampled), value and advantage (by the newest critic, NaN without one), weight (importance weight of the
-    newest policy by the run's rule).
+    weights that sampled), value and advantage (by the newest critic; without one the advantage is that of training and
+    the value NaN), weight (of the newest policy by the run's rule; the plain ratio for losses that clip it inside).
     """
     folder = pathlib.Path(folder)
     config = read_config(folder)
@@ -31,6 +32,7 @@ def read_trajectories(folder: pathlib.Path | str, count: int = 8) -> list[dict[s
     learner = make_learner(config, family, context, data_mesh(config.devices))
     with Ledger(folder / "ledger.sqlite", read_only=True) as ledger, TrajectoryStore(folder / "trajectories") as store:
         stored = [r for r in ledger.stored() if r.state == "trained"][-count:]
+        given = {e.payload["rollout"]: e.payload["advantage"] for e in ledger.events(kinds=("arrive",))}
         trajectories = [load_trajectory(store.read(Location(**r.location))) for r in stored]
     if not trajectories:
         return []
@@ -38,11 +40,16 @@ def read_trajectories(folder: pathlib.Path | str, count: int = 8) -> list[dict[s
         if (newest := checkpoints.newest()) is None:
             raise ValueError(f"{folder} has no complete checkpoint")
         state, _ = checkpoints.restore(newest, learner.programs.abstract_state())
-    lambdas = [config.lambd or 1 - 1 / max((config.lambda_alpha or 1.5) * t.num_action_tokens, 1) for t in trajectories]
     rows = stack_rows(
         [
-            make_row(t, length=context, steps_per_segment=config.segment_steps, lambda_=lambda_)
-            for t, lambda_ in zip(trajectories, lambdas, strict=True)
+            make_row(
+                t,
+                length=context,
+                steps_per_segment=config.segment_steps,
+                lambda_=config.policy_lambda(t.num_action_tokens),
+                advantage=given[t.rollout],
+            )
+            for t in trajectories
         ]
     )
     choices, numbers, model = config.choices(), config.numbers().traced(), learner.programs.config
@@ -52,10 +59,12 @@ def read_trajectories(folder: pathlib.Path | str, count: int = 8) -> list[dict[s
         logp, _ = window.policy_forward(model, state["policy"], rows)
         outputs = critic_outputs(model, state["critic"], rows["tokens"]) if choices.has_critic else None
         scored = window.score(choices, numbers, state, rows, outputs, logp)
-        nothing = jnp.full(logp.shape, jnp.nan)
-        advantage = scored.get("advantages_raw", nothing)
-        weight = window.token_weights(choices, numbers, logp, rows["rollout_logp"], scored["advantages"])
-        return {"value": scored.get("values", nothing), "advantage": advantage, "weight": weight}
+        advantage = scored.get("advantages_raw", scored["advantages"])
+        if choices.policy_loss in ("dis", "tis"):
+            weight = window.token_weights(choices, numbers, logp, rows["rollout_logp"], scored["advantages"])
+        else:
+            weight, _ = finite_ratio(logp, rows["rollout_logp"])
+        return {"value": scored.get("values", jnp.full(logp.shape, jnp.nan)), "advantage": advantage, "weight": weight}
 
     figures = {k: np.asarray(v) for k, v in evaluate(state, rows).items()}
     return [

@@ -297,7 +297,8 @@ class Loop:
         critic_only = self._critic_only(self._planned_updates)
         self._planned_updates += 1
         self.run.ledger.train(self._batch, self._version)
-        record("update", {"version": self._version, "critic_only": critic_only, "rollouts": len(self._batch)})
+        payload = {"version": self._version, "critic_only": critic_only, "rollouts": len(self._batch)}
+        record("update", payload | {"clock_s": self.run.clock(), "drift": self.metrics.drift})
         self._batch = []
 
     def _next_ready(self) -> Ready | None:
@@ -379,16 +380,11 @@ class Loop:
             self.run.save(position=position, updates=updates, stage="rl")
 
     def row(self, t: Trajectory, advantage: float = 0.0, stale: int = 0) -> dict[str, np.ndarray]:
-        config = self.config
-        lambda_ = config.lambd
-        if lambda_ is None:
-            # `length_adaptive_lambda`; a device call for one number would cost more than the row itself.
-            lambda_ = 1.0 - 1.0 / max((config.lambda_alpha or 1.5) * t.num_action_tokens, 1.0)
         return make_row(
             t,
             length=self.run.context,
-            steps_per_segment=config.segment_steps,
-            lambda_=lambda_,
+            steps_per_segment=self.config.segment_steps,
+            lambda_=self.config.policy_lambda(t.num_action_tokens),
             advantage=advantage,
             staleness=stale,
         )
@@ -430,10 +426,22 @@ class Loop:
                 self.metrics.arrived(t, max(0, self._version_of(self.updates) - t.oldest_version))
                 self._rows[t.rollout] = t
                 arrived.append(t.rollout)
+            if event.kind == "update":
+                # What these updates have cost was paid when they were recorded.
+                self.run.clock.restore(event.payload["clock_s"])
+                self.metrics.drift = event.payload["drift"]
             self.apply(event.position, event.kind, event.payload)
             if event.kind == "update":
                 arrived = []
         return arrived
+
+    def _prime(self, wanted: set[int]) -> None:
+        """Tells the collector of the rewards that came before, except those of `wanted`, in the order they came."""
+        for event in self.run.ledger.events(kinds=("finish", "update")):
+            if event.kind == "update":
+                self._collector.drift = event.payload["drift"]
+            elif (rollout := event.payload["rollout"]) not in wanted:
+                self._collector.prime(self._instance(rollout).id, event.payload["reward"])
 
     def _restart_running(self) -> None:
         ledger = self.run.ledger
@@ -447,8 +455,8 @@ class Loop:
         waiting = [r for r in ledger.finished() if r.id not in arrived]
         wanted = {r.id for r in waiting}
         if self.config.baseline in ("running_mean", "spo"):
-            done = [e.payload for e in ledger.events(kinds=("finish",)) if e.payload["rollout"] not in wanted]
-            self._collector.prime([(self._instance(p["rollout"]).id, p["reward"]) for p in done])
+            self._prime(wanted)
+        self._collector.drift = self.metrics.drift
         groups = {r.group for r in waiting} if self.config.grouped else set()
         members = ledger.members(groups) if groups else waiting
         with ledger.transaction():

@@ -17,6 +17,7 @@ class MetricsLog:
       path: the file. Without `resume_step` it must not exist.
       resume_step: step of the restored checkpoint. Lines of later steps are removed (they will be computed again, and a
         curve must not have two values at one step), and so is a last line torn by a kill.
+      durable_step: evaluations up to this step stay: the updates before them will be applied again as they were.
       tensorboard: a folder for TensorBoard's event files as well; needs the package tensorboardX.
 
     NaN and infinity become null, scalars and arrays of numpy and JAX plain numbers and lists; converting a JAX array
@@ -28,6 +29,7 @@ class MetricsLog:
         path: str | os.PathLike,
         *,
         resume_step: int | None = None,
+        durable_step: int | None = None,
         tensorboard: str | os.PathLike | None = None,
     ):
         self.path = pathlib.Path(path)
@@ -35,7 +37,7 @@ class MetricsLog:
             raise ValueError(f"{self.path} exists already: resume this run or choose another run folder")
         self._board = _tensorboard_writer(tensorboard, resume_step)
         if resume_step is not None and self.path.exists():
-            _remove_after(self.path, resume_step)
+            _remove_after(self.path, resume_step, resume_step if durable_step is None else durable_step)
         self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -125,8 +127,11 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _remove_after(path: pathlib.Path, step: int) -> None:
-    kept = [line for line in read_metrics(path) if line["step"] <= step]
+def _remove_after(path: pathlib.Path, step: int, evaluated: int) -> None:
+    def stays(line: dict) -> bool:
+        return line["step"] <= (evaluated if line.get("stage") == "eval" else step)
+
+    kept = [line for line in read_metrics(path) if stays(line)]
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(line) + "\n" for line in kept)

@@ -200,7 +200,10 @@ def open_run(
     write_durably(folder / "config.json", config.to_json())  # before the first metrics: without it nothing is resumed
     resume_step = None if not resume else NO_STEP if newest is None else checkpoints.read_meta(newest)["version"]
     log = MetricsLog(
-        folder / "metrics.jsonl", resume_step=resume_step, tensorboard=folder / "tensorboard" if tensorboard else None
+        folder / "metrics.jsonl",
+        resume_step=resume_step,
+        durable_step=_durable_version(ledger) if resume and source is None else None,
+        tensorboard=folder / "tensorboard" if tensorboard else None,
     )
     _check_fingerprint(folder)
     return Run(
@@ -303,6 +306,12 @@ def same_vocabulary(a: Tokenizer, b: Tokenizer) -> bool:
         return True
     same = (a.vocab_size, a.pad_id) == (b.vocab_size, b.pad_id)
     return same and all(a.decode([i]) == b.decode([i]) for i in range(a.vocab_size))
+
+
+def _durable_version(ledger: Ledger) -> int | None:
+    """Version after the last update that the ledger knows; None before the first."""
+    updates = [e.payload for e in ledger.events(kinds=("update",))]
+    return updates[-1]["version"] + (not updates[-1]["critic_only"]) if updates else None
 
 
 def read_config(folder: pathlib.Path) -> RunConfig:

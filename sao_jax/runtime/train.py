@@ -262,6 +262,7 @@ class Stages:
         try:
             stage()
         except Interrupted:
+            self.metrics.flush()
             self.loop.save_at_boundary()
             self.run.checkpoints.wait()
             raise

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from sao_jax.data.trajectory import Trajectory, TrajectoryBuilder
+from sao_jax.data.trajectory import Trajectory
 from sao_jax.rollout.agents import Agents
 from sao_jax.runtime.evaluation import FIRST_ID
 
@@ -30,18 +30,10 @@ class Prefix:
 
 def cut_before_action(t: Trajectory, action: int) -> Trajectory:
     """The trajectory up to the first token of its `action`-th action (1, 2, ...), as a snapshot to go on from."""
-    sampled = np.flatnonzero(t.action_mask & np.append(True, ~t.action_mask[:-1]))
-    end = int(sampled[action])
-    builder = TrajectoryBuilder(t.tokens[: int(sampled[0])], task=t.task, temperature=t.temperature)
-    for start in sampled[:action]:
-        stop = int(start)
-        while stop < end and t.action_mask[stop]:
-            stop += 1
-        builder.add_action(t.tokens[start:stop], t.rollout_logp[start:stop], t.version[start:stop])
-        builder.end_action()
-        following = sampled[sampled > start][0]
-        builder.add_observation(t.tokens[stop:following])
-    return builder.build("truncated", "cut before an action")
+    end = int(np.flatnonzero(t.action_mask & (t.step_ids == action))[0])
+    arrays = ("tokens", "action_mask", "rollout_logp", "rewards", "version", "step_ids")
+    parts = {name: getattr(t, name)[:end] for name in arrays}
+    return dataclasses.replace(t, **parts, end="truncated", reason="cut before an action", reward_parts={})
 
 
 def prefixes(agents: Agents, count: int, seed: int, *, run: Callable) -> tuple[list[Prefix], list[Prefix]]:

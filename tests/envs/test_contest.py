@@ -221,7 +221,7 @@ def test_splits_are_disjoint_and_instances_deterministic():
 
 
 def test_verdicts_are_the_same_in_every_thread(monkeypatch):
-    monkeypatch.setattr(contest, "_run", contest._run.__wrapped__)  # every one is run
+    monkeypatch.setattr(contest, "_run", contest._run_once.__wrapped__)  # every one is run
     programs = ["3*x+7", "3*x+8", "x+", "[7,10,13][x]"] * 10
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         rewards = list(pool.map(lambda program: Contest().respond(LINE, [f"!{program};"]).reward, programs))

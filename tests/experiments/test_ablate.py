@@ -12,6 +12,7 @@ import pytest
 from experiments import _claims
 from experiments._ablations import METHODS, PRESETS
 from experiments.ablate import arguments, cell_flags, cells, warm_flags
+from sao_jax.envs.registry import make_family
 from sao_jax.report import ablation
 from sao_jax.report.ablation import Cell
 from sao_jax.report.intervals import mean_interval
@@ -27,7 +28,9 @@ def test_every_cell_is_a_configuration_without_idle_options(name, quick):
         config = RunConfig(**flags, init_from="somewhere").resolved()
         paid = config.rollouts + (config.preheat_rollouts or 0)
         assert paid == preset.budget, "preheating counts in the budget"
-        RunConfig(**warm_flags(cell, quick)).resolved()
+        RunConfig(**warm_flags(flags["task"], cell.seed, quick)).resolved()
+        if not make_family(flags["task"]).fast:
+            assert "env_seconds" not in flags, "simulated times need a task that answers at once"
 
 
 def test_every_method_belongs_to_a_preset_and_every_preset_has_its_reference():
@@ -88,7 +91,8 @@ def test_effects_are_paired_by_seed_and_censored_runs_count():
 
 
 def test_the_summary_and_the_csv_tell_what_is_missing(tmp_path):
-    runs = [cell("grpo", 0, [0.2, 0.5, 0.6]), cell("sao", 0, [0.2, 0.6, 0.2]), Cell("sao", {}, 1, error="it broke")]
+    half = dataclasses.replace(cell("sao", 1, [0.9, 0.9]), error="it broke")
+    runs = [cell("grpo", 0, [0.2, 0.5, 0.6]), cell("sao", 0, [0.2, 0.6, 0.2]), half]
     paths = ablation.write(tmp_path, runs, reference="grpo")
     assert [p.name for p in paths] == ["runs.csv", "curves.csv", "summary.md", "curves.png"]
     text = (tmp_path / "summary.md").read_text()
@@ -96,7 +100,7 @@ def test_the_summary_and_the_csv_tell_what_is_missing(tmp_path):
     assert "| sao | 1 | 20.0 % |" in text
     lines = list(csv.DictReader(io.StringIO((tmp_path / "runs.csv").read_text())))
     assert [(r["method"], r["final"], r["collapsed_at"], r["error"]) for r in lines] == [
-        ("grpo", "0.6", "", ""), ("sao", "0.2", "200", ""), ("sao", "nan", "", "it broke"),
+        ("grpo", "0.6", "", ""), ("sao", "0.2", "200", ""), ("sao", "0.9", "", "it broke"),
     ]  # fmt: skip
 
 
@@ -126,10 +130,17 @@ def test_mean_interval_is_students():
 @pytest.mark.parametrize(
     ("effect", "reported", "expected"),
     [((50, 40, 60), 58, "yes"), ((30, 10, 50), 58, "partly"), ((30, -1, 61), 58, "no"), ((-5, -9, -1), 58, "no"),
-     ((70, 65, 75), 58, "yes"), ((60, math.nan, math.nan), 58, "yes")],
+     ((70, 65, 75), 58, "yes"), ((0.5, 0.4, 0.6), 60, "no"), ((99, 98, 100), 100, "yes"),
+     ((60, math.nan, math.nan), 58, "yes")],
 )  # fmt: skip
 def test_verdicts(effect, reported, expected):
-    assert _claims.verdict(effect, reported) == expected
+    null = {60: 1.0, 100: 90.0}.get(reported, 0.0)
+    assert _claims.verdict(effect, reported, null) == expected
+
+
+def test_what_is_saved_has_no_division_by_nothing():
+    assert _claims._saved([50.0, 0.0, 0.0], [100.0, 100.0, 0.0]) == [50.0, 100.0, 0.0]
+    assert _claims._rollouts_to(cell("a", 0, [0.9, 0.9]), 0.5) == 0.0
 
 
 def test_a_claims_record_has_its_keys_and_is_json(tmp_path):
@@ -140,5 +151,6 @@ def test_a_claims_record_has_its_keys_and_is_json(tmp_path):
             "command", "sizes", "seeds"}  # fmt: skip
     assert keys <= set(line)
     assert json.loads(json.dumps(line, allow_nan=False)) == line
-    assert 15 < line["interval"][0] < line["measured"] < line["interval"][1] < 85
+    assert 15 < line["effect"] < 85
+    assert line["interval"] == [None, None]
     assert "`action-only`" in claims.table(tmp_path, quick=True)

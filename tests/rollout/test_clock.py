@@ -26,7 +26,9 @@ def test_skipped_and_stopped_time():
     assert clock() == 6.0
     with clock.stopped():
         hand.now += 50.0
-    assert clock() == 6.0
+        assert clock() == 6.0
+        clock.skip_to(9.0)
+    assert clock() == 6.0, "nothing passes while the clock is stopped"
     clock.restore(3.0)
     hand.now += 1.0
     assert clock() == 4.0

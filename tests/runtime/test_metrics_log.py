@@ -172,3 +172,12 @@ def test_lines_are_valid_for_strict_readers(tmp_path):
         raise AssertionError(constant)
 
     json.loads(path.read_text(), parse_constant=refuse)
+
+
+def test_evaluations_of_updates_that_are_durable_outlive_a_rewind(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path) as log:
+        for step, stage in ((1, "rl"), (2, "rl"), (2, "eval"), (3, "rl"), (4, "rl"), (4, "eval"), (6, "eval")):
+            log.write(step, {"stage": stage})
+    MetricsLog(path, resume_step=1, durable_step=4).close()
+    assert [(x["step"], x["stage"]) for x in read_metrics(path)] == [(1, "rl"), (2, "eval"), (4, "eval")]
