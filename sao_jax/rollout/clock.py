@@ -21,8 +21,10 @@ class Clock:
         return self._real() - self._zero if self._frozen is None else self._frozen
 
     def skip_to(self, moment: float) -> None:
-        """Passes the time until `moment`, which may lie in the past. Nothing passes while the clock is stopped."""
-        if self._frozen is None:
+        """Passes the time until `moment`, which may lie in the past. This counts even while the clock is stopped."""
+        if self._frozen is not None:
+            self._frozen = max(self._frozen, moment)
+        else:
             self._zero -= max(0.0, moment - self())
 
     def restore(self, seconds: float) -> None:
@@ -32,7 +34,8 @@ class Clock:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """What happens inside does not count, such as an evaluation: simulated waits do not end meanwhile."""
+        """What happens inside does not count, such as an evaluation: simulated waits go on only where they are skipped,
+        since nothing else could go on."""
         self._frozen = self()
         try:
             yield

@@ -28,7 +28,10 @@ def test_skipped_and_stopped_time():
         hand.now += 50.0
         assert clock() == 6.0
         clock.skip_to(9.0)
-    assert clock() == 6.0, "nothing passes while the clock is stopped"
+        clock.skip_to(7.0)
+        assert clock() == 9.0
+    assert clock() == 9.0, "a wait that is skipped is paid, whenever"
+    clock.restore(6.0)
     clock.restore(3.0)
     hand.now += 1.0
     assert clock() == 4.0

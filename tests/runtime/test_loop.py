@@ -383,6 +383,14 @@ def test_simulated_environment_times_are_paid_on_the_clock_and_not_slept_through
     assert all(line["async/queue_age_s"] < 20.0 for line in lines)
 
 
+def test_an_evaluation_goes_on_when_all_slots_wait_for_simulated_environments(tmp_path):
+    figures, record, _ = run(
+        tmp_path, env_seconds=50.0, env_sigma=1.0, eval_every=1, task="tiny:turns=2", slots=2, batch_size=2, rollouts=8
+    )
+    assert record.counts["trained"] == 8
+    assert figures["seconds"] < 200.0
+
+
 def test_trajectories_are_read_back_as_the_newest_weights_see_them(tmp_path):
     _, record, _ = run(tmp_path, task="tiny:turns=2,reward=1", lr=0.0, critic_lr=1e-2, lambd=1.0)
     read = read_trajectories(tmp_path, count=3)
