@@ -143,9 +143,15 @@ def value_error(quick, results, check) -> Measured:
     import jax.numpy as jnp
 
     from sao_jax.models.critic import critic_outputs
-    from sao_jax.runtime.checkpoints import Checkpoints
     from sao_jax.runtime.devices import data_mesh
-    from sao_jax.runtime.run import family_and_context, make_agents, make_engine, make_learner, read_config
+    from sao_jax.runtime.run import (
+        family_and_context,
+        make_agents,
+        make_engine,
+        make_learner,
+        read_config,
+        restored_state,
+    )
     from sao_jax.runtime.value_error import prefixes, runner, value_errors
 
     seeds = list(range(1 if quick else 3))
@@ -163,10 +169,9 @@ def value_error(quick, results, check) -> Measured:
             config = read_config(folder)
             family, context = family_and_context(config)
             learner = make_learner(config, family, context, data_mesh(config.devices))
-            with Checkpoints(folder / "checkpoints") as checkpoints:
-                state, meta = checkpoints.restore(checkpoints.newest(), learner.programs.abstract_state())
+            state, version = restored_state(folder, learner)
             engine = make_engine(config, family, context, learner)
-            engine.publish(state["policy"], meta["version"])
+            engine.publish(state["policy"], version)
             agents = make_agents(config, family, context, engine)
             outputs = jax.jit(
                 lambda params, tokens, model=learner.programs.config: critic_outputs(model, params, tokens)

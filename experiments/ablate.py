@@ -133,7 +133,6 @@ def finish_run(folder: pathlib.Path, flags: Mapping[str, Any], check: Callable[[
 
 def same_run(folder: pathlib.Path, flags: Mapping[str, Any]) -> bool:
     """Whether a run folder was made with these flags, wherever its starting policy lay."""
-    from sao_jax.runtime.config import RunConfig
     from sao_jax.runtime.run import read_config
 
     wanted = RunConfig(**flags).resolved()

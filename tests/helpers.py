@@ -202,6 +202,22 @@ if "tiny" not in registry.names():
     registry.register("tiny", Tiny)
 
 
+def assert_answers_anything(family, actions):
+    """No action raises; observations are in the vocabulary, rewards 0 or 1, and a restored attempt goes on alike."""
+    environment, instance, done = family.environment(), family.instance("train", 0), []
+    environment.reset(instance)
+    for action in actions:
+        restored = family.environment()
+        restored.restore(instance, done)
+        outcome = environment.step(action)
+        assert restored.step(action) == outcome
+        family.tokenizer.encode(outcome.observation)
+        assert outcome.reward in (0.0, 1.0)
+        done.append(action)
+        if outcome.end:
+            break
+
+
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ def test_outputs_are_small(path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_a_notebook_runs(path):
     nbclient = pytest.importorskip("nbclient", reason="needs pip install -e '.[notebook]'")
-    nbformat = pytest.importorskip("nbformat")
+    nbformat = pytest.importorskip("nbformat", reason="needs pip install -e '.[notebook]'")
     notebook = nbformat.read(path, as_version=4)
     # The kernel must not inherit what the tests set for eight devices.
     before = {name: os.environ.pop(name, None) for name in ("XLA_FLAGS", "NPROC")}

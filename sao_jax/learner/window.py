@@ -127,8 +127,8 @@ def policy_terms(choices: Choices, numbers: dict, kl_coef, rows: dict, logp, ent
         loss_of = functools.partial(policy.policy_loss, denominator=choices.denominator)
         losses, counts = jax.vmap(loss_of)(logp, ratio, advantage, mask)
     loss = losses.sum()
-    kl, _ = divergences.rollout_kl(rollout_logp, logp, mask)
-    total = loss + kl_coef * kl if choices.kl == "penalty" and not choices.separate_penalty else loss
+    together = choices.kl == "penalty" and not choices.separate_penalty
+    total = loss + penalty(kl_coef, rows, logp) if together else loss
     outside, tokens = diagnostics.band_counts(logp, rollout_logp, advantage, mask, **band)
     drift, _ = diagnostics.drift_sums(logp, rollout_logp, mask)
     sums = {

@@ -13,10 +13,9 @@ from sao_jax.data.trajectory import load_trajectory
 from sao_jax.learner import window
 from sao_jax.models.critic import critic_outputs
 from sao_jax.objectives.weights import finite_ratio
-from sao_jax.runtime.checkpoints import Checkpoints
 from sao_jax.runtime.devices import data_mesh
 from sao_jax.runtime.ledger import Ledger
-from sao_jax.runtime.run import family_and_context, make_learner, read_config
+from sao_jax.runtime.run import family_and_context, make_learner, read_config, restored_state
 
 
 def read_trajectories(folder: pathlib.Path | str, count: int = 8) -> list[dict[str, Any]]:
@@ -36,10 +35,7 @@ def read_trajectories(folder: pathlib.Path | str, count: int = 8) -> list[dict[s
         trajectories = [load_trajectory(store.read(Location(**r.location))) for r in stored]
     if not trajectories:
         return []
-    with Checkpoints(folder / "checkpoints") as checkpoints:
-        if (newest := checkpoints.newest()) is None:
-            raise ValueError(f"{folder} has no complete checkpoint")
-        state, _ = checkpoints.restore(newest, learner.programs.abstract_state())
+    state, _ = restored_state(folder, learner)
     rows = stack_rows(
         [
             make_row(

@@ -127,23 +127,23 @@ def simulated_seconds(config: RunConfig, rollout: int, task: str) -> float:
     return config.env_seconds * math.exp(config.env_sigma * random.Random(f"{config.seed}/{task}").gauss(0.0, 1.0))
 
 
-def restored_policy(config: RunConfig, folder: pathlib.Path, learner: Learner) -> tuple[dict, int]:
-    """(policy, version) of the newest complete checkpoint in a run folder; `learner` has the shapes."""
+def restored_state(folder: pathlib.Path, learner: Learner) -> tuple[dict, int]:
+    """(state, version) of the newest complete checkpoint in a run folder; `learner` has the shapes."""
     with Checkpoints(folder / "checkpoints") as checkpoints:
         newest = checkpoints.newest()
         if newest is None:
             raise ValueError(f"{folder} has no complete checkpoint")
         state, meta = checkpoints.restore(newest, learner.programs.abstract_state())
-    return state["policy"], meta["version"]
+    return state, meta["version"]
 
 
 def restored_agents(config: RunConfig, folder: pathlib.Path) -> tuple[Agents, int]:
     """A sampler with the newest weights of a run, for evaluation; and their version."""
     family, context = family_and_context(config)
     learner = make_learner(config, family, context, data_mesh(config.devices))
-    policy, version = restored_policy(config, folder, learner)
+    state, version = restored_state(folder, learner)
     engine = make_engine(config, family, context, learner)
-    engine.publish(policy, version)
+    engine.publish(state["policy"], version)
     return make_agents(config, family, context, engine), version
 
 

@@ -17,7 +17,7 @@ from sao_jax.runtime.evaluation import evaluate
 from sao_jax.runtime.loop import Loop
 from sao_jax.runtime.loop_metrics import LoopMetrics
 from sao_jax.runtime.preheat import fit_critic
-from sao_jax.runtime.run import Run, make_learner, open_run, read_config, restored_policy
+from sao_jax.runtime.run import Run, make_learner, open_run, read_config, restored_state
 from sao_jax.runtime.signals import Interrupted
 from sao_jax.runtime.warm_start import warm_start
 
@@ -137,8 +137,8 @@ class Stages:
         """The newest policy of another run, which has the same model: see `check_sources`."""
         other = read_config(folder)
         learner = make_learner(other, self.run.family, self.run.context, self.run.mesh)
-        policy, _ = restored_policy(other, folder, learner)
-        return jax.device_put(policy, jax.NamedSharding(self.run.mesh, jax.P()))
+        state, _ = restored_state(folder, learner)
+        return jax.device_put(state["policy"], jax.NamedSharding(self.run.mesh, jax.P()))
 
     def _preheat(self, position: int) -> int:
         """Collects, or reads, trajectories of the starting policy and fits the critic; returns the event's position."""

@@ -4,6 +4,7 @@ import time
 import hypothesis
 import hypothesis.strategies as st
 import pytest
+from helpers import assert_answers_anything
 
 from sao_jax.data.protocols import TURN_LIMIT, Outcome
 from sao_jax.envs.base import Instance, demonstration
@@ -224,19 +225,7 @@ ACTIONS = st.one_of(
 
 @hypothesis.given(st.lists(ACTIONS, max_size=9).flatmap(lambda actions: st.just([*actions, "submit;"])))
 def test_nothing_that_a_policy_writes_raises_and_a_restored_attempt_goes_on_alike(actions):
-    family = Repair()
-    environment, instance, done = family.environment(), family.instance("train", 0), []
-    environment.reset(instance)
-    for action in actions:
-        restored = family.environment()
-        restored.restore(instance, done)
-        outcome = environment.step(action)
-        assert restored.step(action) == outcome
-        family.tokenizer.encode(outcome.observation)
-        assert outcome.reward in (0.0, 1.0)
-        done.append(action)
-        if outcome.end:
-            break
+    assert_answers_anything(Repair(), actions)
 
 
 def test_looking_for_ever_ends_at_the_turn_limit_without_reward():

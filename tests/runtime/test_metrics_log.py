@@ -94,7 +94,7 @@ def test_a_file_cut_anywhere_gives_the_whole_lines_before(tmp_path_factory, valu
 
 
 def test_tensorboard_files_or_a_clear_message(tmp_path, monkeypatch):
-    pytest.importorskip("tensorboardX")
+    pytest.importorskip("tensorboardX", reason="needs pip install -e '.[tensorboard]'")
     with MetricsLog(tmp_path / "a.jsonl", tensorboard=tmp_path / "board") as log:
         log.write(0, {"loss": 1.0, "missing": float("nan"), "list": [1.0]})
     assert list((tmp_path / "board").glob("events.*"))
