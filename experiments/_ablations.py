@@ -4,9 +4,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-# One cell of the headline preset, in flags of experiments.train. Preheating rollouts are part of the budget.
+# One cell of the headline preset, in flags of experiments.train. Preheating rollouts are part of the budget. A run is
+# charged the time of one core and its simulated environments, so that several may go side by side.
 BASE = dict(
     task="calculator",
+    clock="cpu",
+    devices=1,
     batch_size=64,
     eval_every=8,
     eval_tasks=256,
@@ -106,9 +109,9 @@ PRESETS: Mapping[str, Preset] = {
     ),
     "preheating": Preset(("sao", "sao no preheating"), reference="sao no preheating"),
     "math": Preset(("sao", "grpo", "reinforce"), flags=dict(task="mathword:level=1")),
-    # Programs are judged in a sandbox, so the environment's time is real.
+    # Programs are judged in a sandbox, so the environment's time is real, and so is the clock.
     "contest": Preset(
-        ("sao", "grpo", "reinforce"), flags=dict(task="contest:level=1", env_seconds=None, env_sigma=None)
+        ("sao", "grpo", "reinforce"), flags=dict(task="contest:level=1", env_seconds=None, env_sigma=None, clock="wall")
     ),
     "repair": Preset(("sao", "grpo", "reinforce"), flags=dict(task="repair:level=1")),
     # Simulated environments of growing spread, the median fixed; nothing is evaluated, the clock is what counts.
@@ -121,7 +124,10 @@ PRESETS: Mapping[str, Preset] = {
     ),
     # Learning rates are chosen by success on training tasks, on seeds that no other preset uses.
     "tune": Preset(
-        ("sao", "grpo", "reinforce"), seeds=2, grid={"lr": (3e-4, 1e-3, 3e-3)}, flags=dict(eval_every=0, eval_tasks=16)
+        ("sao", "grpo", "reinforce"),
+        seeds=2,
+        grid={"lr": (1e-4, 3e-4, 1e-3, 3e-3)},
+        flags=dict(eval_every=0, eval_tasks=16),
     ),
 }  # fmt: skip
 FIRST_SEED = {"tune": 1000}

@@ -6,16 +6,21 @@ python -m experiments.ablate --list                       # presets, methods and
 python -m experiments.ablate --quick                      # a few minutes, to see that it works
 
 One cell is one run of experiments.train; finished cells are kept, and called again the command goes on where it
-stopped. Every seed has one warm start, which all its methods begin with. The wall clock is that of the run's clock:
-compute as measured, environment times as drawn, evaluations not counted.
+stopped. Every seed has one warm start, which all its methods begin with. Wall clock is that of a machine of one core:
+each run has a core to itself and is charged its CPU time and its environments' time as drawn, evaluations not counted.
+So runs may go side by side. Where environments are real, runs that are compared by the wall's clock go one by one.
 """
 
+import collections
 import dataclasses
+import os
 import pathlib
+import queue
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +31,7 @@ if not __package__:
     sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from experiments import _cli
-from experiments._ablations import BASE, FIRST_SEED, METHODS, PRESETS, Preset
+from experiments._ablations import BASE, BUDGET, FIRST_SEED, METHODS, PRESETS, Preset
 from sao_jax.runtime.config import RunConfig
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -46,8 +51,8 @@ class Flags:
     """Only these methods, by comma."""
     results: str = "results"
     """Folder for tables, curves and runs."""
-    jobs: int = 1
-    """Runs at the same time; more than one only with --budget rollouts, since they slow each other down."""
+    jobs: int | None = None
+    """Runs at the same time (default: one per core; one, where environments are real and the wall's clock counts)."""
     quick: bool = False
     """Small budgets and two seeds."""
     list: bool = False
@@ -64,11 +69,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        return ", ".join([self.method, *(f"{k}={v}" for k, v in self.point)])
-
-    @property
-    def folder(self) -> str:
-        return f"{self.name} s{self.seed}".replace(" ", "_").replace(",", "").replace(".", "")
+        return ", ".join([self.method, *(f"{k}={v}" for k, v in self.point), f"seed {self.seed}"])
 
 
 def cells(preset: Preset, methods: tuple[str, ...], seeds: int, first: int = 0) -> list[Cell]:
@@ -88,23 +89,40 @@ def cell_flags(preset: Preset, cell: Cell, budget: int, quick: bool) -> dict[str
     return {name: value for name, value in flags.items() if value is not None}
 
 
+def run_name(cell: Cell, flags: Mapping[str, Any]) -> str:
+    """Folder of a run: its method, and what of its flags is not the method's own.
+
+    So two presets that ask for the same run share it.
+    """
+    usual = BASE | METHODS[cell.method]
+    usual |= {"rollouts": BUDGET - (usual.get("preheat_rollouts") or 0), "seed": cell.seed}
+    other = {k: flags.get(k) for k in sorted({*flags, *usual}) if flags.get(k) != usual.get(k)}
+    return plain_name("_".join([cell.method, *(f"{k}={v}" for k, v in other.items()), f"s{cell.seed}"]))
+
+
+def plain_name(text: str) -> str:
+    """As a folder's name on any system."""
+    return "".join(c if c.isalnum() or c in "=._-" else "-" for c in text)
+
+
 def warm_flags(task: str, seed: int, quick: bool) -> dict[str, Any]:
     """The run that only makes the starting policy of a task and seed."""
-    flags = dict(task=task, seed=seed, baseline="batch_mean", rollouts=0, eval_tasks=64)
+    flags = dict(task=task, seed=seed, baseline="batch_mean", rollouts=0, eval_tasks=64, devices=1)
     return flags | (dict(warm_start_steps=300, demonstrations=4000) if quick else {})
 
 
 def warm_folder(results: pathlib.Path, task: str, seed: int, quick: bool) -> pathlib.Path:
-    name = "".join(c if c.isalnum() else "-" for c in task)
-    return results / ("warm-quick" if quick else "warm") / f"{name}_s{seed}"
+    return results / ("warm-quick" if quick else "warm") / f"{plain_name(task)}_s{seed}"
 
 
 def arguments(flags: Mapping[str, Any]) -> list[str]:
     return [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
 
 
-def finish_run(folder: pathlib.Path, flags: Mapping[str, Any], check: Callable[[], None]) -> str:
-    """Runs, or continues, one training run in a process of its own; returns "" or why it did not end well."""
+def finish_run(
+    folder: pathlib.Path, flags: Mapping[str, Any], check: Callable[[], None], core: int | None = None
+) -> str:
+    """Runs, or continues, one training run in a process, and on `core`, of its own; returns "" or why it ended badly."""
     if (folder / "evaluation.json").exists():
         return ""
     begun = (folder / "config.json").exists()
@@ -114,6 +132,8 @@ def finish_run(folder: pathlib.Path, flags: Mapping[str, Any], check: Callable[[
     with (folder / "output.txt").open("w") as output:
         # In a session of its own: a Ctrl-C in the terminal reaches it once, by us.
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        if core is not None and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(process.pid, {core})
         try:
             while process.poll() is None:
                 check()
@@ -166,25 +186,31 @@ def compare(name: str, flags: Flags, check: Callable[[], None]) -> list:
         own = cell_flags(preset, cell, budget, flags.quick)
         return own | {"init_from": str(warm_folder(results, own["task"], cell.seed, flags.quick))}
 
+    def folder(cell: Cell) -> pathlib.Path:
+        own = cell_flags(preset, cell, budget, flags.quick)
+        return results / ("runs" + "-quick" * flags.quick) / run_name(cell, own)
+
     def has_run(cell: Cell, file: str = "evaluation.json") -> bool:
-        return (base / "runs" / cell.folder / file).exists()
+        return (folder(cell) / file).exists()
 
     todo = cells(preset, methods, seeds, FIRST_SEED.get(name, 0))
+    timed = flags.budget != "rollouts" and any(wanted(cell)["clock"] == "wall" for cell in todo)
+    if timed and (flags.jobs or 1) > 1:
+        raise ValueError(f"{name} is timed by the wall's clock, so its runs go one by one: --jobs 1 or --budget rollouts")
+    jobs = 1 if timed else flags.jobs or len(cores())
     for cell in todo:
         resolved = RunConfig(**wanted(cell)).resolved()  # what is wrong with a cell is said before the first one runs
         if resolved.rollouts < 1:
             raise ValueError(f"a budget of {budget} rollouts leaves none after preheating ({cell.name})")
-        if has_run(cell, "config.json") and not same_run(base / "runs" / cell.folder, wanted(cell)):
-            raise ValueError(f"{base / 'runs' / cell.folder} was made with other flags; name another --results")
-    errors = _run_cells(name, todo, base, results, wanted, flags, check)
+        if has_run(cell, "config.json") and not same_run(folder(cell), wanted(cell)):
+            raise ValueError(f"{folder(cell)} was made with other flags; name another --results")
+    errors = _run_cells(name, todo, folder, results, wanted, flags.quick, jobs, check)
 
     def read(cell: Cell):
-        return ablation.read_cell(
-            base / "runs" / cell.folder, cell.method, dict(cell.point), cell.seed, errors.get(cell, "")
-        )
+        return ablation.read_cell(folder(cell), cell.method, dict(cell.point), cell.seed, errors.get(cell, ""))
 
     others = cells(preset, (*preset.methods, *methods), max(seeds, preset.seeds), FIRST_SEED.get(name, 0))
-    there = [c for c in others if c not in todo and has_run(c) and same_run(base / "runs" / c.folder, wanted(c))]
+    there = [c for c in others if c not in todo and has_run(c) and same_run(folder(c), wanted(c))]
     everything = {c: read(c) for c in sorted({*todo, *there}, key=lambda c: (c.seed, others.index(c)))}
     for path in ablation.write(base, list(everything.values()), reference=preset.reference, budget=flags.budget):
         print(path)
@@ -193,7 +219,7 @@ def compare(name: str, flags: Flags, check: Callable[[], None]) -> list:
     return [everything[c] for c in todo]
 
 
-def _run_cells(name, todo, base, results, wanted, flags, check) -> dict[Cell, str]:
+def _run_cells(name, todo, folder, results, wanted, quick, jobs, check) -> dict[Cell, str]:
     """Runs what is missing; returns why cells failed."""
     from rich.progress import (
         BarColumn,
@@ -206,34 +232,43 @@ def _run_cells(name, todo, base, results, wanted, flags, check) -> dict[Cell, st
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     errors: dict[Cell, str] = {}
+    free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    for i in range(jobs):
+        free.put(cores()[i] if jobs > 1 else None)
+    locks: dict[pathlib.Path, threading.Lock] = collections.defaultdict(threading.Lock)
     with Progress(*columns, TimeRemainingColumn(), TextColumn("left")) as progress:
         bar = progress.add_task(name, total=len(todo))
 
-        def start(cell: Cell) -> str:
+        def start(cell: Cell, core: int | None) -> str:
             """Makes the starting policy of a cell if it is missing."""
             task = wanted(cell)["task"]
-            folder = warm_folder(results, task, cell.seed, flags.quick)
-            return finish_run(folder, warm_flags(task, cell.seed, flags.quick), check)
+            warm = warm_folder(results, task, cell.seed, quick)
+            with locks[warm]:  # two cells of a seed must not make it at once
+                return finish_run(warm, warm_flags(task, cell.seed, quick), check, core)
 
         def work(cell: Cell) -> None:
             check()
-            folder = base / "runs" / cell.folder
-            progress.update(bar, description=f"{name}: {cell.name}, seed {cell.seed}")
-            if not (folder / "evaluation.json").exists():
-                error = start(cell) or finish_run(folder, wanted(cell), check)
-                if error:
-                    errors[cell] = error
-                    progress.console.print(f"{cell.name}, seed {cell.seed}: {error}")
-                else:
-                    forget_bulk(folder)
+            core = free.get()
+            try:
+                progress.update(bar, description=f"{name}: {cell.name}")
+                error = start(cell, core) or finish_run(folder(cell), wanted(cell), check, core)
+            finally:
+                free.put(core)
+            if error:
+                errors[cell] = error
+                progress.console.print(f"{cell.name}: {error}")
+            else:
+                forget_bulk(folder(cell))
             progress.update(bar, advance=1)
 
-        if flags.jobs > 1:
-            for cell in {c.seed: c for c in todo}.values():
-                start(cell)  # two cells of a seed must not make it at once
-        with ThreadPoolExecutor(flags.jobs) as pool:
+        with ThreadPoolExecutor(jobs) as pool:
             list(pool.map(work, todo))
     return errors
+
+
+def cores() -> list[int]:
+    """Cores this process may use."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def print_list() -> None:
@@ -259,10 +294,8 @@ def main(stop) -> None:
     for name in ("seeds", "rollouts", "jobs"):
         if (value := getattr(flags, name)) is not None and value < 1:
             raise ValueError(f"--{name} is {value}; it must be at least 1")
-    if flags.jobs > 1 and flags.budget != "rollouts":
-        raise ValueError(
-            "--jobs above 1 needs --budget rollouts: runs at the same time have no wall clock of their own"
-        )
+    if (flags.jobs or 1) > len(cores()):
+        raise ValueError(f"--jobs is {flags.jobs}; each run has a core to itself, and there are {len(cores())}")
     for name in PRESETS if flags.preset == "all" else (flags.preset,):
         compare(name, flags, stop.check)
 

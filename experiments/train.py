@@ -106,8 +106,9 @@ def main(stop) -> None:
     from sao_jax.report.summary import summary_table
 
     Console().print(summary_table(folder))
-    print("curves:", *plot_run(folder))
-    print("report:", write_report(folder))
+    (curves,) = plot_run(folder)
+    print("curves:", curves)
+    print("report:", write_report(folder, curves.read_bytes()))
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def read_cell(folder: Path, method: str, point: Mapping[str, Any], seed: int, er
     health["kl_within"] = float(np.mean([_kl(u) <= KL_TARGET for u in updates])) if updates else math.nan
     latency = values(updates, "async/publish_latency_s")
     health["latency"] = float(np.median(latency)) if len(latency) else math.nan
-    training = values(updates[-LATEST:], "reward/success")
+    training = values(updates[-LATEST:], "reward/success_finished")
     seconds = finite(read_json(folder / "evaluation.json", {}).get("seconds"))
     return dataclasses.replace(
         cell,

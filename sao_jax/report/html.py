@@ -59,11 +59,14 @@ summary {{ cursor: pointer; color: var(--muted); }}
 """
 
 
-def write_report(folder) -> Path:
-    """Writes `report.html` into the run folder: curves, summary, settings, with nothing loaded from elsewhere."""
+def write_report(folder, curves: bytes | None = None) -> Path:
+    """Writes `report.html` into the run folder: curves, summary, settings, with nothing loaded from elsewhere.
+
+    `curves`: the picture as PNG, if it has been drawn already.
+    """
     run = read_run(folder)
     summary = summarise(folder)
-    image = base64.b64encode(png(run_figure(run.metrics, run.config))).decode()
+    image = base64.b64encode(curves or png(run_figure(run.metrics, run.config))).decode()
     sections = "".join(
         f"<section><h2>{html.escape(title)}</h2>{rows_table(rows)}</section>" for title, rows in summary_rows(summary)
     )

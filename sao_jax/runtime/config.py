@@ -56,6 +56,9 @@ class RunConfig:
     (`clock_s` in the metrics) and not slept through."""
     env_sigma: float | None = None
     """Standard deviation of the logarithm of simulated environment times (1.29: p99 is 20 times the median)."""
+    clock: Literal["wall", "cpu"] = "wall"
+    """What the run's clock counts besides simulated waits: the wall's time, or the CPU time of this process, which other
+    work on the machine does not lengthen (for comparisons; one device, no GPU)."""
     env_workers: int = 8
     """Threads for environments that are not declared fast."""
     env_timeout: float = 60.0

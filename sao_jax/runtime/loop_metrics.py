@@ -46,6 +46,7 @@ class LoopMetrics:
         self._run, self._display = run, display
         self.dropped: collections.Counter[str] = collections.Counter()
         self._finished_at: dict[int, float] = {}
+        self._finished: list[bool] = []  # successes since the last update, of attempts that will be dropped as well
         self._batch = _Batch()
         self._batches: collections.deque[_Batch] = collections.deque()
         self._waiting: tuple | None = None  # an update whose sums have not been fetched
@@ -71,6 +72,7 @@ class LoopMetrics:
 
     def finished(self, t: Trajectory) -> None:
         self._finished_at[t.rollout] = self._run.clock()
+        self._finished.append(t.total_reward >= SUCCESS)
 
     def arrived(self, t: Trajectory, stale: int) -> None:
         now, b = self._run.clock(), self._batch
@@ -109,12 +111,13 @@ class LoopMetrics:
             "version": version,
             "rollouts": self.trained,
             **_host_metrics(batch),
+            **({"reward/success_finished": float(np.mean(self._finished))} if self._finished else {}),
             **{f"async/dropped_{reason.replace(' ', '_')}": count for reason, count in self.dropped.items()},
             **timing,
             "perf/tokens_per_s": sum(batch.lengths) / seconds,
             "perf/recompilations": self._run.compiles.count - self.compiled,
         }
-        self._waiting = (version, sums, host)
+        self._waiting, self._finished = (version, sums, host), []
 
     def published(self) -> None:
         now = self._run.clock()

@@ -120,6 +120,14 @@ def make_agents(
     )
 
 
+def make_clock(config: RunConfig, mesh: jax.sharding.Mesh) -> Clock:
+    if config.clock == "wall":
+        return Clock()
+    if mesh.size > 1 or mesh.devices.flat[0].platform != "cpu":
+        raise ValueError("--clock cpu needs one CPU device (--devices 1): it counts what one core has to do")
+    return Clock(time.process_time)
+
+
 def simulated_seconds(config: RunConfig, rollout: int, task: str) -> float:
     """Time an environment takes over an action: lognormal, a function of run seed and task. Evaluations are exempt."""
     if rollout >= FIRST_ID:
@@ -177,7 +185,7 @@ def open_run(
         require_tensorboard()
     learner = make_learner(config, family, context, mesh)
     engine = make_engine(config, family, context, learner)
-    clock = Clock()
+    clock = make_clock(config, mesh)
     agents = make_agents(config, family, context, engine, clock)
     ledger = Ledger(source / "ledger.sqlite", read_only=True) if source else None
     folder.mkdir(parents=True, exist_ok=True)
