@@ -10,7 +10,7 @@ import dataclasses
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +146,7 @@ def rows(cells: Sequence[Cell], reference: str) -> list[dict[str, Any]]:
         pairs = [(c, against[c.seed]) for c in group if c.seed in against]
         level = NEAR * float(np.mean([c.final for c in against.values()])) if against else math.nan
         reached = [c.reaches(level) for c in group]
+        fell = [float(c.rollouts[c.fell_at]) for c in group if c.fell_at is not None]
         row = {
             "method": label,
             "seeds": len(group),
@@ -155,7 +156,8 @@ def rows(cells: Sequence[Cell], reference: str) -> list[dict[str, Any]]:
             # A run that never gets there counts as later than all that do: the median may be "not reached".
             "steps": float(np.median([math.inf if r is None else r for r in reached])),
             "reached": sum(r is not None for r in reached),
-            "collapsed": sum(c.fell_at is not None for c in group),
+            "collapsed": len(fell),
+            "fell": float(np.median(fell)) if fell else math.nan,
             "at_clock": mean_interval([c.at(equal_clock) for c in group]),
             "equal_clock": equal_clock,
             "clock": mean_interval([c.clock[-1] for c in group]),
@@ -184,7 +186,7 @@ def summary(cells: Sequence[Cell], reference: str, budget: str = "both") -> str:
         body = [
             (
                 r["method"], r["seeds"], percent(r["final"]), percent(r["area"]),
-                f"{_count(r['steps'])} ({r['reached']}/{r['seeds']})", r["collapsed"], points(r.get("effect")),
+                f"{_count(r['steps'])} ({r['reached']}/{r['seeds']})", _fallen(r), points(r.get("effect")),
             )
             for r in table
         ]  # fmt: skip
@@ -222,7 +224,7 @@ def summary(cells: Sequence[Cell], reference: str, budget: str = "both") -> str:
     out += [
         "",
         "Means over seeds with 95 % intervals (Student's t); effects are differences paired by seed. Collapsed: final "
-        f"success under {COLLAPSE:.0%} of the run's best. In brackets: runs that reached the level within the budget.",
+        f"success under {COLLAPSE:.0%} of the run's best (at: median rollouts). In brackets behind rollouts: runs that reached the level within the budget.",
     ]
     return "\n".join(out) + "\n"
 
@@ -278,16 +280,19 @@ def read_curves(path: Path) -> list[Cell]:
 
 
 def write(folder: Path, cells: Sequence[Cell], *, reference: str, budget: str = "both") -> list[Path]:
-    """Writes runs.csv, curves.csv, summary.md and the curves; returns the paths."""
+    """Writes runs.csv, curves.csv, summary.md and pictures; returns the paths."""
+    folder.mkdir(parents=True, exist_ok=True)
     paths = [
         write_whole(folder / "runs.csv", runs_csv(cells).encode()),
         write_whole(folder / "curves.csv", curves_csv(cells).encode()),
         write_whole(folder / "summary.md", summary(cells, reference, budget).encode()),
     ]
-    if any(len(c.success) > 2 for c in cells):
-        paths.append(write_whole(folder / "curves.png", png(curves(cells))))
     if all("env_sigma" in c.point for c in cells):
         paths.append(write_whole(folder / "clock.png", png(clock_ratios(cells, reference))))
+    elif all(c.point for c in cells):
+        paths.append(write_whole(folder / "sweep.png", png(sweep(cells))))
+    elif any(len(c.success) > 2 for c in cells):
+        paths.append(write_whole(folder / "curves.png", png(curves(cells))))
     return paths
 
 
@@ -322,6 +327,49 @@ def curves(cells: Sequence[Cell]) -> Figure:
         figure.axes[1].legend(frameon=False, fontsize=9, loc="lower right")
     else:
         figure.legend(*figure.axes[0].get_legend_handles_labels(), frameon=False, fontsize=7, loc="outside right")
+    return figure
+
+
+def sweep(cells: Sequence[Cell]) -> Figure:
+    """Final success and health of each method over the first value of the grid, a column for each of the others."""
+    cells = [c for c in cells if len(c.success) and not c.error]
+    axis, *others = list(cells[0].point) if cells else ["-"]
+    places = sorted({c.point[axis] for c in cells})
+    columns = sorted({tuple(c.point[o] for o in others) for c in cells}) or [()]
+    methods = list(dict.fromkeys(c.method for c in cells))
+    figures: dict[str, Callable[[Cell], float]] = {
+        "held-out success" if any(len(c.success) > 2 for c in cells) else "success in training": (
+            lambda c: c.final if len(c.success) > 2 else c.training
+        ),
+        "effective sample size": lambda c: c.health["ess"],
+        "tokens outside the band": lambda c: c.health["masked"],
+        "explained variance": lambda c: c.health["explained_var"],
+    }
+    size = (1.5 + 3.6 * len(columns), 1 + 2.2 * len(figures))
+    figure = Figure(figsize=size, layout="constrained", facecolor="white")
+    grid = figure.subplots(len(figures), len(columns), squeeze=False, sharex=True, sharey="row")
+    for row, (name, value) in zip(grid, figures.items(), strict=True):
+        for axes, column in zip(row, columns, strict=True):
+            for i, (method, color) in enumerate(zip(methods, _colors(len(methods)), strict=True)):
+                mine = [c for c in cells if c.method == method and tuple(c.point[o] for o in others) == column]
+                found = [(x, mean_interval([value(c) for c in mine if c.point[axis] == p])) for x, p in enumerate(places)]
+                found = [(x, m, *(m if math.isnan(end) else end for end in (low, high)))
+                         for x, (m, low, high) in found if not math.isnan(m)]  # fmt: skip
+                if found:
+                    x, mean, low, high = np.array(found).T
+                    x = x + 0.06 * (i - (len(methods) - 1) / 2)  # or error bars would hide each other
+                    axes.errorbar(x, mean, [mean - low, high - mean], color=color, marker="o", ms=4, capsize=2, lw=1.4,
+                                  label=method)  # fmt: skip
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.grid(color="#e5e7eb")
+        row[0].set_ylabel(name, color=INK)
+    grid[0][0].set_ylim(0, 1)
+    for axes, column in zip(grid[0], columns, strict=True):
+        axes.set_title(", ".join(f"{o} {v:g}" for o, v in zip(others, column, strict=True)), color=INK, fontsize=10)
+    for axes in grid[-1]:
+        axes.set_xticks(range(len(places)), [f"{p:g}" for p in places])
+        axes.set_xlabel(axis, color=INK)
+    figure.legend(*grid[0][0].get_legend_handles_labels(), frameon=False, loc="outside upper center", ncols=4)
     return figure
 
 
@@ -379,6 +427,10 @@ def number(interval: Interval | None, digits: int) -> str:
 
 def _count(x: float) -> str:
     return "not reached" if math.isinf(x) or math.isnan(x) else f"{x:,.0f}"
+
+
+def _fallen(row: Mapping[str, Any]) -> str:
+    return f"{row['collapsed']} (at {row['fell']:,.0f})" if row["collapsed"] else "0"
 
 
 def _short(x: float, unit: str = "") -> str:

@@ -11,7 +11,8 @@ import pytest
 
 from experiments import _claims
 from experiments._ablations import METHODS, PRESETS
-from experiments.ablate import arguments, cell_flags, cells, warm_flags
+from experiments.ablate import Cell as Run
+from experiments.ablate import arguments, cell_flags, cells, run_name, warm_flags
 from sao_jax.envs.registry import make_family
 from sao_jax.report import ablation
 from sao_jax.report.ablation import Cell
@@ -38,13 +39,28 @@ def test_every_method_belongs_to_a_preset_and_every_preset_has_its_reference():
     assert all(p.reference in p.methods for p in PRESETS.values() if p is not PRESETS["tune"])
 
 
-def test_cells_are_whole_seeds_and_have_folders_of_their_own():
-    preset = PRESETS["band"]
-    found = cells(preset, preset.methods, seeds=2, first=7)
-    assert len(found) == 2 * 6 * 6
-    assert [c.seed for c in found] == [7] * 36 + [8] * 36
-    assert len({c.folder for c in found}) == len(found)
+def names(name, **options):
+    preset = PRESETS[name]
+    return {c: run_name(c, cell_flags(preset, c, preset.budget, False)) for c in cells(preset, preset.methods, **options)}
+
+
+def test_cells_are_whole_seeds():
+    per_seed = len(cells(PRESETS["band"], PRESETS["band"].methods, seeds=1))
+    assert [c.seed for c in names("band", seeds=2, first=7)] == [7] * per_seed + [8] * per_seed
     assert arguments({"eps_low": 0.2, "task": "calculator"}) == ["--eps-low", "0.2", "--task", "calculator"]
+
+
+def test_a_run_is_named_by_what_it_is_and_shared_by_presets():
+    everything: dict[str, set] = {}
+    for name, preset in PRESETS.items():
+        for cell, folder in names(name, seeds=2).items():
+            flags = cell_flags(preset, cell, preset.budget, False)
+            everything.setdefault(folder, set()).add((cell.method, tuple(sorted(flags.items(), key=str))))
+    assert all(len(runs) == 1 for runs in everything.values()), "one folder, two different runs"
+    assert names("dis-vs-grpo", seeds=1)[Run("sao", (), 0)] == names("components", seeds=1)[Run("sao", (), 0)] == "sao_s0"
+    assert names("math", seeds=1)[Run("grpo", (), 0)] == "grpo_task=mathword-level=1_s0"
+    flags = cell_flags(PRESETS["dis-vs-grpo"], Run("sao", (), 3), 2048, False)
+    assert run_name(Run("sao", (), 3), flags) == "sao_rollouts=1536_s3"
 
 
 def cell(method, seed, success, clock=(0, 10, 20, 30), **options):
@@ -115,8 +131,22 @@ def test_curves_are_read_back(tmp_path):
     assert ablation.rows(again, "grpo")[0]["final"][0] == 0.625
 
 
+@pytest.mark.parametrize("point", [{"lr": 1e-3}, {"forced_staleness": 4, "lr": 1e-3}])
+def test_a_grid_is_drawn_by_its_values(tmp_path, point):
+    runs = [
+        dataclasses.replace(cell(m, s, [0.2, 0.5, 0.6 + s / 10]), point=point | {"lr": lr})
+        for m in ("grpo", "sao") for s in range(2) for lr in (1e-3, 3e-3)
+    ]  # fmt: skip
+    assert [p.name for p in ablation.write(tmp_path, runs, reference="grpo")][-1] == "sweep.png"
+    figure = ablation.sweep(runs)
+    first, last = figure.axes[0], figure.axes[-1]
+    assert [t.get_text() for t in last.get_xticklabels()] == (["4"] if len(point) == 2 else ["0.001", "0.003"])
+    np.testing.assert_allclose(first.containers[0].lines[0].get_ydata(), 0.65)
+    assert ablation.sweep([]).axes
+
+
 def test_a_comparison_of_nothing_is_no_crash(tmp_path):
-    assert ablation.write(tmp_path, [Cell("sao", {}, 0, error="not run")], reference="grpo")
+    assert ablation.write(tmp_path / "new", [Cell("sao", {}, 0, error="not run")], reference="grpo")
 
 
 def test_mean_interval_is_students():
