@@ -20,6 +20,7 @@ BASE = dict(
 )
 BUDGET = 4096
 PREHEAT = 512
+SHORT = dict(batch_size=16, eval_every=16)  # of presets with many cells, which take 2,048 rollouts
 
 # SAO in the form that is compared, and what each method changes. Learning rates: see results/tune.
 SAO = dict(preset="seed", preheat_rollouts=PREHEAT, lr=1e-3)
@@ -95,17 +96,23 @@ PRESETS: Mapping[str, Preset] = {
     "staleness": Preset(
         ("sao", "sao no band", "grpo", "reinforce"),
         grid={"forced_staleness": (0, 2, 4, 8, 16, 32, 64)},
-        flags=dict(batch_size=32, eval_every=16),  # 64 versions are then 2,048 rollouts
+        flags=SHORT,  # 64 versions are then 1,024 rollouts
+        budget=2048,
     ),
     "rate": Preset(("sao", "sao no band", "grpo", "reinforce"), grid={"lr": (1e-3, 3e-3, 1e-2)}),
     "band": Preset(
         ("sao clip", "sao mask", "sao mask_sign", "sao lower mask", "sao upper mask", "sao no band"),
-        grid={"forced_staleness": (0, 4, 16), "lr": (3e-4, 1e-3)},
-        flags=dict(kl="off"),
+        grid={"forced_staleness": (4, 16), "lr": (3e-4, 1e-3)},
+        flags=SHORT | dict(kl="off"),
+        budget=2048,
         reference="sao no band",
     ),
     "kl": Preset(
-        ("sao", "sao kl measured", "sao kl penalty"), grid={"forced_staleness": (0, 4)}, reference="sao kl measured"
+        ("sao", "sao kl measured", "sao kl penalty"),
+        grid={"forced_staleness": (0, 4)},
+        flags=SHORT,
+        budget=2048,
+        reference="sao kl measured",
     ),
     "preheating": Preset(("sao", "sao no preheating"), reference="sao no preheating"),
     "math": Preset(("sao", "grpo", "reinforce"), flags=dict(task="mathword:level=1")),

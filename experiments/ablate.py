@@ -11,7 +11,6 @@ each run has a core to itself and is charged its CPU time and its environments' 
 So runs may go side by side. Where environments are real, runs that are compared by the wall's clock go one by one.
 """
 
-import collections
 import dataclasses
 import os
 import pathlib
@@ -20,7 +19,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -235,33 +233,36 @@ def _run_cells(name, todo, folder, results, wanted, quick, jobs, check) -> dict[
     free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
     for i in range(jobs):
         free.put(cores()[i] if jobs > 1 else None)
-    locks: dict[pathlib.Path, threading.Lock] = collections.defaultdict(threading.Lock)
     with Progress(*columns, TimeRemainingColumn(), TextColumn("left")) as progress:
         bar = progress.add_task(name, total=len(todo))
 
-        def start(cell: Cell, core: int | None) -> str:
-            """Makes the starting policy of a cell if it is missing."""
-            task = wanted(cell)["task"]
-            warm = warm_folder(results, task, cell.seed, quick)
-            with locks[warm]:  # two cells of a seed must not make it at once
-                return finish_run(warm, warm_flags(task, cell.seed, quick), check, core)
-
-        def work(cell: Cell) -> None:
+        def run(path: pathlib.Path, run_flags: Mapping[str, Any], what: str) -> str:
             check()
             core = free.get()
             try:
-                progress.update(bar, description=f"{name}: {cell.name}")
-                error = start(cell, core) or finish_run(folder(cell), wanted(cell), check, core)
+                progress.update(bar, description=f"{name}: {what}")
+                error = finish_run(path, run_flags, check, core)
             finally:
                 free.put(core)
             if error:
+                progress.console.print(f"{what}: {error}")
+            return error
+
+        def start(of: tuple[str, int]) -> str:
+            """Makes the starting policy of a task and seed if it is missing."""
+            return run(warm_folder(results, *of, quick), warm_flags(*of, quick), f"warm start, seed {of[1]}")
+
+        def work(cell: Cell) -> None:
+            error = failed.get((wanted(cell)["task"], cell.seed)) or run(folder(cell), wanted(cell), cell.name)
+            if error:
                 errors[cell] = error
-                progress.console.print(f"{cell.name}: {error}")
             else:
                 forget_bulk(folder(cell))
             progress.update(bar, advance=1)
 
         with ThreadPoolExecutor(jobs) as pool:
+            starts = list(dict.fromkeys((wanted(cell)["task"], cell.seed) for cell in todo))
+            failed = dict(zip(starts, pool.map(start, starts), strict=True))
             list(pool.map(work, todo))
     return errors
 

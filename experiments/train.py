@@ -80,9 +80,6 @@ def main(stop) -> None:
                 f"{folder} holds a run already; continue it with --resume {folder}, or name another folder"
             )
     with Display() as display:
-        display.note(f"run folder: {folder}")
-        low, high = config.band_ends()
-        display.note(f"task {config.task}; {config.policy_loss} with band ({low:g}, {high:g}) {config.outside or ''}")
         if flags.replay:
             from sao_jax.runtime.replay import replay
 

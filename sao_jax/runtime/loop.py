@@ -53,7 +53,7 @@ class Loop:
         self.run, self.config, self.metrics = run, run.config, metrics
         self._check, self._between = check, between
         self.updates = 0  # ended batches, critic-only ones included
-        self._limit = first_rollout + self.config.rollouts  # rollouts handed out in all
+        self.limit = first_rollout + self.config.rollouts  # rollouts to be handed out in all
         self._collecting = False  # preheating: trajectories are stored and go nowhere
         self._taken: list = []  # attempts that ended while others drove the engine
         self._boundary = (0, 0)  # position of the newest update applied, and updates then
@@ -109,12 +109,12 @@ class Loop:
     @property
     def finishing(self) -> bool:
         """Everything has been handed out and has ended."""
-        return self._next >= self._limit and not self.run.agents.running and not self._restarts
+        return self._next >= self.limit and not self.run.agents.running and not self._restarts
 
     def collect_only(self, count: int, report: Callable[[int], None]) -> list[int]:
         """Stores rollouts 0..count-1 without training on them; returns those that finished, in that order."""
-        ledger, limit = self.run.ledger, self._limit
-        self._collecting, self._limit = True, count
+        ledger, limit = self.run.ledger, self.limit
+        self._collecting, self.limit = True, count
         self._restart_running()
         while not self.finishing or self._taken:
             self._check()
@@ -125,7 +125,7 @@ class Loop:
             if ended:
                 self._digest(ended, idle=False)
                 report(len(ledger.finished()))
-        self._collecting, self._limit = False, limit
+        self._collecting, self.limit = False, limit
         return [r.id for r in ledger.finished()]
 
     def take(self, ended: list) -> None:
@@ -140,7 +140,7 @@ class Loop:
     def room(self) -> int:
         """Rollouts that may still be admitted under the staleness bound."""
         if self._collecting:
-            return self._limit
+            return self.limit
         bound = max(self.config.max_staleness, self.config.forced_staleness or 0)
         waiting = self._collector.held + len(self._ready) + len(self._restarts) + len(self._batch)
         return (bound + 1) * self.config.batch_size - self.run.agents.running - waiting
@@ -152,11 +152,11 @@ class Loop:
             rollout, attempt = self._restarts.popleft()
             self._start(rollout, attempt)
         room = self.room() - ended
-        if agents.free <= 0 or self._next >= self._limit or (room <= 0 and self._next % n == 0):
+        if agents.free <= 0 or self._next >= self.limit or (room <= 0 and self._next % n == 0):
             return
         started = []
         with ledger.transaction():
-            while agents.free - len(started) > 0 and self._next < self._limit:
+            while agents.free - len(started) > 0 and self._next < self.limit:
                 # A group that has begun is completed, or those that wait for it would wait for ever.
                 if room - len(started) <= 0 and self._next % n == 0:
                     break
@@ -313,7 +313,7 @@ class Loop:
 
     def _next_aged(self, age: int) -> Ready | None:
         """Under forced staleness: the oldest that is old enough."""
-        if self.room() > 0 and self._next < self._limit:
+        if self.room() > 0 and self._next < self.limit:
             return None  # first come those that the present weights are to sample, for a later version
         for index, item in enumerate(self._ready):
             if self._version - item.trajectory.oldest_version >= age:

@@ -56,7 +56,12 @@ class Stages:
 
     def go(self, resume: bool) -> dict[str, Any]:
         run, config = self.run, self.config
-        position, updates = self._restore_or_start(run.checkpoints.newest() if resume else None)
+        self._announce()
+        newest = run.checkpoints.newest() if resume else None
+        if newest is not None and (figures := self._final_figures(newest)) is not None:
+            self.display.note("the run has ended; nothing is left to do (--rollouts takes a larger number)")
+            return figures
+        position, updates = self._restore_or_start(newest)
         self._compile()
         run.engine.publish(run.learner.published_policy(), run.learner.version)
         if not updates and not self._has_events("update"):
@@ -75,6 +80,7 @@ class Stages:
     def replay(self, target: int, observe: Callable) -> None:
         """Trains from the recorded events up to position `target`, without sampling (but see `observe`)."""
         run = self.run
+        self._announce()
         position, updates = self._restore_or_start(run.checkpoints.newest())
         self._compile()
         run.engine.publish(run.learner.published_policy(), run.learner.version)
@@ -85,6 +91,21 @@ class Stages:
         self.metrics.flush()
         run.save(position=target, updates=self.loop.updates, stage="done")
         run.checkpoints.wait()
+
+    def _announce(self) -> None:
+        config = self.config
+        low, high = config.band_ends()
+        self.display.note(f"run folder: {self.run.folder}")
+        self.display.note(
+            f"task {config.task}; {config.policy_loss} with band ({low:g}, {high:g}) {config.outside or ''}"
+        )
+
+    def _final_figures(self, newest: int) -> dict[str, Any] | None:
+        """What a run that ended wrote, unless more rollouts have been asked for since."""
+        run, path = self.run, self.run.folder / "evaluation.json"
+        if run.checkpoints.read_meta(newest)["stage"] != "done" or run.ledger.next_rollout() < self.loop.limit:
+            return None
+        return json.loads(path.read_text()) if path.exists() else None
 
     def _restore_or_start(self, newest: int | None) -> tuple[int, int]:
         """(position in the log, updates) from which to go on."""

@@ -159,6 +159,11 @@ def test_a_run_ends_with_its_figures_and_can_be_evaluated(environment, tmp_path)
     last = json.loads(result.stdout.strip().splitlines()[-1])
     assert (last["version"], last["n"]) == (8, 8)
     # It is done; a resume has nothing left but to say so, and more rollouts may be asked for.
+    result = train("--resume", folder, environment=environment)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "the run has ended; nothing is left to do" in result.stdout
+    assert "compiling" not in result.stdout
+    assert json.loads((folder / "evaluation.json").read_text()) == figures
     result = train("--resume", folder, "--rollouts", "72", environment=environment)
     assert result.returncode == 0, result.stderr[-3000:]
     assert json.loads((folder / "evaluation.json").read_text())["rollouts"] == 72 + 16

@@ -13,8 +13,9 @@ from sao_jax.envs.base import TaskFamily
 from sao_jax.envs.calculator import Calculator
 from sao_jax.runtime import run as run_module
 from sao_jax.runtime.config import RunConfig
+from sao_jax.runtime.devices import data_mesh
 from sao_jax.runtime.ledger import Ledger
-from sao_jax.runtime.run import check_sources, check_task, open_run, read_config, same_vocabulary
+from sao_jax.runtime.run import check_sources, check_task, make_clock, open_run, read_config, same_vocabulary
 from sao_jax.runtime.train import train
 
 FLAGS = dict(**MODEL_FLAGS, task="tiny", slots=8, devices=2)
@@ -35,6 +36,7 @@ def refused(folder, says, **flags):
         (dict(max_tokens=3), "up to 3 tokens, so 3 leave no room for an action; --max-tokens must be at least 4"),
         (dict(max_tokens=4), "demonstration 0 of task 'tiny' needs more than 4 tokens|needs more than 4 tokens"),
         (dict(slots=7), "7 slots cannot be split"),
+        (dict(clock="cpu"), "--clock cpu needs one CPU device"),
         (dict(freeze_critic="no/such"), "matches no parameter"),
         (dict(init_from="nowhere"), "--init-from nowhere: no such folder"),
         (dict(preheat_from="nowhere"), "--preheat-from nowhere: no such folder"),
@@ -42,6 +44,17 @@ def refused(folder, says, **flags):
 )
 def test_a_refused_run_leaves_no_folder(tmp_path, flags, says):
     refused(tmp_path, says, **flags)
+
+
+def test_a_clock_of_cpu_time_stands_still_while_other_work_has_the_core(monkeypatch):
+    cpu = [5.0]
+    monkeypatch.setattr("sao_jax.runtime.run.time.process_time", lambda: cpu[0])
+    clock = make_clock(RunConfig(**FLAGS | dict(clock="cpu", devices=1)), data_mesh(1))
+    assert clock() == 0
+    cpu[0] += 0.25
+    assert clock() == 0.25
+    clock.skip_to(2.0)
+    assert clock() == 2.0
 
 
 def test_a_task_that_is_not_fast_has_workers():
