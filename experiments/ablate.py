@@ -194,7 +194,9 @@ def compare(name: str, flags: Flags, check: Callable[[], None]) -> list:
     todo = cells(preset, methods, seeds, FIRST_SEED.get(name, 0))
     timed = flags.budget != "rollouts" and any(wanted(cell)["clock"] == "wall" for cell in todo)
     if timed and (flags.jobs or 1) > 1:
-        raise ValueError(f"{name} is timed by the wall's clock, so its runs go one by one: --jobs 1 or --budget rollouts")
+        raise ValueError(
+            f"{name} is timed by the wall's clock, so its runs go one by one: --jobs 1 or --budget rollouts"
+        )
     jobs = 1 if timed else flags.jobs or len(cores())
     for cell in todo:
         resolved = RunConfig(**wanted(cell)).resolved()  # what is wrong with a cell is said before the first one runs

@@ -352,7 +352,9 @@ def sweep(cells: Sequence[Cell]) -> Figure:
         for axes, column in zip(row, columns, strict=True):
             for i, (method, color) in enumerate(zip(methods, _colors(len(methods)), strict=True)):
                 mine = [c for c in cells if c.method == method and tuple(c.point[o] for o in others) == column]
-                found = [(x, mean_interval([value(c) for c in mine if c.point[axis] == p])) for x, p in enumerate(places)]
+                found = [
+                    (x, mean_interval([value(c) for c in mine if c.point[axis] == p])) for x, p in enumerate(places)
+                ]
                 found = [(x, m, *(m if math.isnan(end) else end for end in (low, high)))
                          for x, (m, low, high) in found if not math.isnan(m)]  # fmt: skip
                 if found:

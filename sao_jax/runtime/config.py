@@ -8,8 +8,8 @@ from typing import Any, Literal, Union
 
 from sao_jax.learner.objective import Choices, Numbers
 from sao_jax.models.config import ModelConfig
-
-GROUP_BASELINES = ("grpo", "dr_grpo", "rloo")
+from sao_jax.runtime.config_checks import check_effects, check_values
+from sao_jax.runtime.presets import CRITIC_ONLY, GROUP_BASELINES, PRESETS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,37 +356,14 @@ class RunConfig:
         if unknown:
             raise ValueError(f"config.json has unknown keys: {', '.join(unknown)}")
         if missing:
-            raise ValueError(f"config.json is damaged: {', '.join(missing)} missing")
+            raise ValueError(
+                f"config.json has no {', '.join(missing)}: it is damaged, or another version of sao_jax wrote it"
+            )
         kinds = typing.get_type_hints(cls)
         for name, value in values.items():
             if not _fits(value, kinds[name]):
                 raise ValueError(f"config.json is damaged: {name} is {value!r}; it must be {_allowed(kinds[name])}")
         return cls(**values)
-
-
-PRESETS = {
-    "seed": dict(policy_loss="dis", outside="clip", band="0.1,10", baseline="critic", kl="smooth"),
-    "paper": dict(
-        policy_loss="dis",
-        outside="mask",
-        eps_low=0.3,
-        eps_high=5.0,
-        baseline="critic",
-        kl="off",
-        preheat_rollouts=0,
-        num_critic_only_steps=10,
-        max_staleness=4,
-    ),
-    "grpo": dict(policy_loss="ppo", eps_low=0.2, eps_high=0.28, baseline="grpo", kl="off"),
-}
-
-
-# Options that mean nothing without a critic.
-CRITIC_ONLY = (
-    "lambd", "lambda_alpha", "critic_lambda", "gae_over", "segments", "whiten", "critic_targets", "critic_update",
-    "critic_steps_per_actor", "value_clip", "freeze_critic", "critic_lr", "critic_grad_clip", "preheat_rollouts",
-    "preheat_from", "preheat_epochs", "num_critic_only_steps",
-)  # fmt: skip
 
 
 def parse_band(text: str) -> tuple[float, float]:
@@ -416,116 +393,3 @@ def _fits(value: Any, kind: Any) -> bool:
 def _allowed(kind: Any) -> str:
     names = {int: "an integer", float: "a number", str: "a text", bool: "true or false", type(None): "null"}
     return " or ".join(names.get(one) or ", ".join(typing.get_args(one)) for one in _alternatives(kind))
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def check_effects(config: RunConfig) -> None:
-    """Raises ValueError for an option that was given and would change nothing."""
-    if config.band is not None and (config.eps_low is not None or config.eps_high is not None):
-        raise ValueError("--band and --eps-low/--eps-high both set the band; give one of them")
-    preset = PRESETS[config.preset]
-    loss = config.policy_loss or preset["policy_loss"]
-    if loss == "tis" and config.eps_low is not None:
-        raise ValueError("--eps-low has no effect here; --policy-loss tis bounds weights from above only (--eps-high)")
-    if loss != "tis" and (config.eps_low is None) != (config.eps_high is None):
-        raise ValueError("--eps-low and --eps-high go together: one end of the band is missing")
-    drops = loss == "dis" and (config.outside or preset.get("outside")) in ("mask", "mask_sign")
-    baseline = config.baseline or preset["baseline"]
-    kl = config.kl or preset["kl"]
-    critic, grouped = baseline == "critic", baseline in GROUP_BASELINES
-    arrival = config.critic_update == "arrival"
-    preheat_rollouts = preset.get("preheat_rollouts") if config.preheat_rollouts is None else config.preheat_rollouts
-    preheats = bool(config.preheat_from) or preheat_rollouts != 0
-    warm_start = config.init_from is None and config.warm_start_steps > 0
-    rules = [
-        (name, critic, "--baseline critic") for name in (*CRITIC_ONLY, "gamma", "segment_steps", "limit_bootstrap")
-    ]
-    rules += [
-        ("outside", loss == "dis", "--policy-loss dis"),
-        # Clamped and truncated weights are never 0, so every token is kept.
-        (
-            "denominator",
-            drops or (loss in ("dis", "tis") and config.denominator == "action"),
-            "--outside mask or mask_sign",
-        ),
-        ("sequence_kl", loss == "dis", "--policy-loss dis"),
-        ("env_sigma", config.env_seconds is not None, "--env-seconds"),
-        ("micro_rows", not arrival, "--critic-update batch"),
-        ("dual_clip", loss == "ppo", "--policy-loss ppo"),
-        ("drop_dead_groups", grouped, "a group baseline (grpo, dr_grpo, rloo)"),
-        (
-            "max_dead_groups",
-            grouped and config.drop_dead_groups is not False,
-            "a group baseline that drops dead groups",
-        ),
-        # In the first pass the values still are the old ones.
-        ("value_clip", not arrival and config.critic_steps_per_actor != 1, "--critic-steps-per-actor of at least 2"),
-        ("kl_target", kl != "off", "--kl smooth or penalty"),
-        ("kl_step", kl == "penalty", "--kl penalty"),
-        ("lambda_alpha", config.lambd is None, "no fixed --lambd"),
-        ("preheat_rollouts", config.preheat_from is None, "fresh rollouts, not --preheat-from"),
-        ("preheat_epochs", preheats, "--preheat-rollouts or --preheat-from"),
-        ("warm_start_steps", config.init_from is None, "a warm start, not --init-from"),
-        *((name, warm_start, "a warm start") for name in ("warm_start_batch", "warm_start_lr", "demonstrations")),
-    ]
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    for name, holds, needs in rules:
-        if getattr(config, name) != defaults[name] and not holds:
-            raise ValueError(f"{_flag(name)} has no effect here; it needs {needs}")
-    if arrival and config.critic_steps_per_actor not in (None, 1):
-        raise ValueError("--critic-steps-per-actor has no effect with --critic-update arrival: one step per arrival")
-
-
-def check_values(config: RunConfig) -> None:
-    """Raises ValueError naming the first flag of a resolved configuration that is out of range."""
-    at_least = {
-        "rollouts": 0, "batch_size": 1, "slots": 1, "burst": 1, "publish_every": 1, "env_workers": 1, "max_attempts": 1,
-        "segment_steps": 1, "max_staleness": 0, "forced_staleness": 0, "warm_start_steps": 0, "warm_start_batch": 1,
-        "demonstrations": 1, "preheat_rollouts": 0, "preheat_epochs": 1, "num_critic_only_steps": 0,
-        "critic_steps_per_actor": 1, "n_samples_per_prompt": 1, "eval_every": 0, "eval_tasks": 1, "checkpoint_every": 1,
-        "keep_checkpoints": 1, "lr_warmup": 0, "micro_rows": 1, "devices": 1, "max_dead_groups": 1, "max_tokens": 2,
-        "train_tasks": 1, "env_sigma": 0.0,
-        "lr": 0.0, "critic_lr": 0.0, "weight_decay": 0.0, "seed": 0,
-    }  # fmt: skip
-    above = {
-        "temperature": 0.0, "grad_clip": 0.0, "critic_grad_clip": 0.0, "kl_target": 0.0, "warm_start_lr": 0.0,
-        "adam_eps": 0.0, "env_timeout": 0.0, "value_clip": 0.0, "dual_clip": 1.0, "lambda_alpha": 0.0,
-        "env_seconds": 0.0, "sequence_kl": 0.0, "kl_step": 0.0,
-    }  # fmt: skip
-    unit = ("gamma", "lambd", "critic_lambda")
-    at_most = {"env_sigma": 10.0, "seed": 2**32 - 1}
-    for field in dataclasses.fields(config):
-        name, value = field.name, getattr(config, field.name)
-        if value is None:
-            continue
-        if name in at_most and value > at_most[name]:
-            raise ValueError(f"{_flag(name)} is {value}; it must be at most {at_most[name]}")
-        if isinstance(value, float) and not -1e30 < value < 1e30:
-            raise ValueError(f"{_flag(name)} is {value}; it must be finite")
-        if name in at_least and value < at_least[name]:
-            raise ValueError(f"{_flag(name)} is {value}; it must be at least {at_least[name]}")
-        if name in above and not value > above[name]:
-            raise ValueError(f"{_flag(name)} is {value}; it must be above {above[name]:g}")
-        if name in unit and not 0.0 <= value <= 1.0:
-            raise ValueError(f"{_flag(name)} is {value}; it must lie in [0, 1]")
-        if name in ("adam_b1", "adam_b2") and not 0.0 <= value < 1.0:
-            raise ValueError(f"{_flag(name)} is {value}; it must lie in [0, 1), 1 excluded")
-    low, high = config.band_ends()
-    if not 0.0 <= low < 1.0 < high:
-        raise ValueError(
-            f"the band is ({low:g}, {high:g}); it needs 0 <= lo < 1 < hi (--band takes ends, --eps offsets)"
-        )
-    n = config.n_samples_per_prompt
-    if config.grouped and n < 2:
-        raise ValueError(f"--n-samples-per-prompt is {n}; baseline {config.baseline} needs groups of at least 2")
-    if config.grouped and config.batch_size % n:
-        raise ValueError(f"--batch-size {config.batch_size} is not a multiple of --n-samples-per-prompt {n}")
-    if config.baseline in ("batch_mean", "spo") and config.batch_size < 2:
-        raise ValueError(f"baseline {config.baseline} needs --batch-size of at least 2")
-    if config.baseline == "spo" and config.train_tasks is None:
-        raise ValueError("baseline spo keeps a count per task; it needs --train-tasks, so that tasks come back")
-    if config.forced_staleness is not None and config.over_stale != "train":
-        raise ValueError("--forced-staleness holds trajectories on purpose; --over-stale must be train")

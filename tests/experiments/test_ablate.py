@@ -41,7 +41,9 @@ def test_every_method_belongs_to_a_preset_and_every_preset_has_its_reference():
 
 def names(name, **options):
     preset = PRESETS[name]
-    return {c: run_name(c, cell_flags(preset, c, preset.budget, False)) for c in cells(preset, preset.methods, **options)}
+    return {
+        c: run_name(c, cell_flags(preset, c, preset.budget, False)) for c in cells(preset, preset.methods, **options)
+    }
 
 
 def test_cells_are_whole_seeds():
@@ -57,7 +59,9 @@ def test_a_run_is_named_by_what_it_is_and_shared_by_presets():
             flags = cell_flags(preset, cell, preset.budget, False)
             everything.setdefault(folder, set()).add((cell.method, tuple(sorted(flags.items(), key=str))))
     assert all(len(runs) == 1 for runs in everything.values()), "one folder, two different runs"
-    assert names("dis-vs-grpo", seeds=1)[Run("sao", (), 0)] == names("components", seeds=1)[Run("sao", (), 0)] == "sao_s0"
+    assert (
+        names("dis-vs-grpo", seeds=1)[Run("sao", (), 0)] == names("components", seeds=1)[Run("sao", (), 0)] == "sao_s0"
+    )
     assert names("math", seeds=1)[Run("grpo", (), 0)] == "grpo_task=mathword-level=1_s0"
     flags = cell_flags(PRESETS["dis-vs-grpo"], Run("sao", (), 3), 2048, False)
     assert run_name(Run("sao", (), 3), flags) == "sao_rollouts=1536_s3"
