@@ -22,8 +22,8 @@ BUDGET = 4096
 PREHEAT = 512
 SHORT = dict(batch_size=16, eval_every=16)  # of presets with many cells, which take 2,048 rollouts
 
-# SAO in the form that is compared, and what each method changes. The learning rate is the best of four for SAO, GRPO and
-# REINFORCE alike: see results/tune.
+# SAO in the form that is compared, and what each method changes. The learning rate is the best of four for SAO, GRPO
+# and REINFORCE alike: see results/tune.
 SAO = dict(preset="seed", preheat_rollouts=PREHEAT, lr=3e-4)
 GRPO = dict(preset="grpo", lr=3e-4)
 NO_CRITIC = dict(preset="seed", lr=3e-4)  # the band and KL smoothing of SAO, advantages from elsewhere

@@ -120,7 +120,7 @@ def arguments(flags: Mapping[str, Any]) -> list[str]:
 def finish_run(
     folder: pathlib.Path, flags: Mapping[str, Any], check: Callable[[], None], core: int | None = None
 ) -> str:
-    """Runs, or continues, one training run in a process, and on `core`, of its own; returns "" or why it ended badly."""
+    """Runs, or continues, one training run in a process of its own, on `core`; returns "" or why it ended badly."""
     if (folder / "evaluation.json").exists():
         return ""
     begun = (folder / "config.json").exists()
@@ -194,9 +194,7 @@ def compare(name: str, flags: Flags, check: Callable[[], None]) -> list:
     todo = cells(preset, methods, seeds, FIRST_SEED.get(name, 0))
     timed = flags.budget != "rollouts" and any(wanted(cell)["clock"] == "wall" for cell in todo)
     if timed and (flags.jobs or 1) > 1:
-        raise ValueError(
-            f"{name} is timed by the wall's clock, so its runs go one by one: --jobs 1 or --budget rollouts"
-        )
+        raise ValueError(f"{name} is timed by the wall's clock, so its runs go one by one (or --budget rollouts)")
     jobs = 1 if timed else flags.jobs or len(cores())
     for cell in todo:
         resolved = RunConfig(**wanted(cell)).resolved()  # what is wrong with a cell is said before the first one runs

@@ -224,7 +224,8 @@ def summary(cells: Sequence[Cell], reference: str, budget: str = "both") -> str:
     out += [
         "",
         "Means over seeds with 95 % intervals (Student's t); effects are differences paired by seed. Collapsed: final "
-        f"success under {COLLAPSE:.0%} of the run's best (at: median rollouts). In brackets behind rollouts: runs that reached the level within the budget.",
+        f"success under {COLLAPSE:.0%} of the run's best (at: median rollouts). In brackets behind rollouts: runs that "
+        "reached the level within the budget.",
     ]
     return "\n".join(out) + "\n"
 
