@@ -57,8 +57,8 @@ class RunConfig:
     env_sigma: float | None = None
     """Standard deviation of the logarithm of simulated environment times (1.29: p99 is 20 times the median)."""
     clock: Literal["wall", "cpu"] = "wall"
-    """What the run's clock counts besides simulated waits: the wall's time, or this process's CPU time, which other work
-    on the machine does not lengthen (for comparisons; one device, no GPU)."""
+    """What the run's clock counts besides simulated waits: the wall's time, or this process's CPU time, which nothing
+    else on the machine lengthens (for comparisons; one device, no GPU)."""
     env_workers: int = 8
     """Threads for environments that are not declared fast."""
     env_timeout: float = 60.0
