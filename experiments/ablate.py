@@ -127,9 +127,11 @@ def finish_run(
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "experiments.train"]
     command += ["--resume", str(folder)] if begun else ["--run-dir", str(folder), *arguments(flags)]
+    platform = {"JAX_PLATFORMS": "cpu"} if flags.get("clock") == "cpu" else {}
     with (folder / "output.txt").open("w") as output:
         # In a session of its own: a Ctrl-C in the terminal reaches it once, by us.
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                                   env=os.environ | platform)  # fmt: skip
         if core is not None and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(process.pid, {core})
         try:
