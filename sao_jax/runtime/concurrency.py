@@ -48,7 +48,7 @@ class Control:
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """Attempts to run at once. `settling`: the level has changed, so the next reading still shows the old one in part."""
+    """Attempts to run at once. `settling`: it has changed, and the next reading still shows the old one in part."""
 
     value: float
     settling: bool = False

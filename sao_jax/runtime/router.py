@@ -91,9 +91,9 @@ class Router:
       workers: by name.
     """
 
-    def __init__(self, *, limits: Limits = Limits(), seed: int = 0):
+    def __init__(self, *, limits: Limits | None = None, seed: int = 0):
         self.workers: dict[str, Worker] = {}
-        self._limits, self._rng = limits, random.Random(seed)
+        self._limits, self._rng = limits or Limits(), random.Random(seed)
         self._open: list[Worker] = []  # those that can take a task
         self._barred: list[tuple[float, str]] = []  # a heap of when they may be tried again
         self._quickest = 1e-6  # a worker not heard of yet counts as the quickest

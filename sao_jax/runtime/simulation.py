@@ -16,11 +16,11 @@ from sao_jax.runtime.router import Limits, NoWorkerError, Reading, Router
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """`slots` tasks run at once on each worker. Speeds are lognormal with `speed_sigma` around 1, task times lognormal with
-    `median_s` and `sigma`; tasks arrive so that the mean load is `load` of all slots.
+    """`slots` tasks run at once on each worker. Speeds are lognormal with `speed_sigma` around 1, task times lognormal
+    with `median_s` and `sigma`; tasks arrive so that the mean load is `load` of all slots.
 
-    A device's temperature tends to its surroundings' (uniform between `coolest_c` and `warmest_c`) plus `rise_c` at full
-    load, with time constant `inertia_s`, and is read every `reading_s` seconds.
+    A device's temperature tends to its surroundings' (uniform between `coolest_c` and `warmest_c`) plus `rise_c` at
+    full load, with time constant `inertia_s`, and is read every `reading_s` seconds.
     """
 
     workers: int = 64
@@ -38,8 +38,8 @@ class Cluster:
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """latency_s: from ready to started, per task; decision_s: time the router took, per task, as measured; hot: share of
-    device time above the limit; seconds: simulated."""
+    """latency_s: from ready to started, per task; decision_s: time that the router took, per task, as measured; hot:
+    share of device time above the limit; seconds: simulated."""
 
     latency_s: np.ndarray
     decision_s: np.ndarray
@@ -74,7 +74,7 @@ def simulate(
     policy: Literal["adaptive", "round_robin"] = "adaptive",
     balance: bool = True,
     seed: int = 0,
-    limits: Limits = Limits(),
+    limits: Limits | None = None,
 ) -> Figures:
     """Runs `tasks` tasks. `balance=False` keeps temperatures from the router."""
     try:
@@ -82,6 +82,7 @@ def simulate(
     except ImportError:
         raise ValueError("the simulation needs simpy: pip install 'sao_jax[simulation]'") from None
 
+    limits = limits or Limits()
     c, rng = cluster, np.random.default_rng(seed)
     env = simpy.Environment()
     names = [f"w{i}" for i in range(c.workers)]

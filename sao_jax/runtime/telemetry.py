@@ -11,9 +11,12 @@ from sao_jax.runtime.router import Reading
 Source = Callable[[float], list[Reading]]
 
 
+GPU_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia")  # there is an NVIDIA driver where one of them is
+
+
 def nvml_source() -> Source | None:
     """Reads the GPUs that this machine has; None where there are none. ValueError if the package is missing."""
-    if not any(pathlib.Path(path).exists() for path in ("/dev/nvidiactl", "/proc/driver/nvidia")):
+    if not any(pathlib.Path(path).exists() for path in GPU_FILES):
         return None
     try:
         import pynvml

@@ -156,7 +156,7 @@ def test_tasks_of_workers_that_left_are_forgotten_and_places_stay_right():
 
 @pytest.mark.parametrize("bad", [dict(warm_c=90), dict(scarce=0.01), dict(full=-0.1), dict(scarce=1.5)])
 def test_limits_that_make_no_sense_are_refused(bad):
-    with pytest.raises(ValueError, match="must be|needed"):
+    with pytest.raises(ValueError, match=r"must be|needed"):
         Limits(**bad)
 
 

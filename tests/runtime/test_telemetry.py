@@ -45,35 +45,35 @@ class Nvml(types.ModuleType):
 
     NVMLError, NVML_TEMPERATURE_GPU = RuntimeError, 0
 
-    def nvmlInit(self):  # noqa: N802
+    def nvmlInit(self):
         self.begun = True
 
-    def nvmlDeviceGetCount(self):  # noqa: N802
+    def nvmlDeviceGetCount(self):
         return 2
 
-    def nvmlDeviceGetHandleByIndex(self, index):  # noqa: N802
+    def nvmlDeviceGetHandleByIndex(self, index):
         return index
 
-    def nvmlDeviceGetTemperature(self, handle, kind):  # noqa: N802
+    def nvmlDeviceGetTemperature(self, handle, kind):
         if handle == 1:
             raise self.NVMLError
         return 64
 
-    def nvmlDeviceGetMemoryInfo(self, handle):  # noqa: N802
+    def nvmlDeviceGetMemoryInfo(self, handle):
         return types.SimpleNamespace(free=20, total=80)
 
 
 def test_nvml_is_read_where_there_is_a_gpu(monkeypatch, tmp_path):
-    monkeypatch.setattr(telemetry.pathlib, "Path", lambda path: tmp_path)
+    monkeypatch.setattr(telemetry, "GPU_FILES", (tmp_path,))
     monkeypatch.setitem(sys.modules, "pynvml", Nvml("pynvml"))
     first, second = telemetry.nvml_source()(0.0)
     assert first == Reading(64.0, 0.25)
     assert math.isnan(second.temperature_c)
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    with pytest.raises(ValueError, match="needs the package nvidia-ml-py"):
+    with pytest.raises(ValueError, match="need the package nvidia-ml-py"):
         telemetry.nvml_source()
 
 
 def test_there_may_be_no_gpu(monkeypatch, tmp_path):
-    monkeypatch.setattr(telemetry.pathlib, "Path", lambda path: tmp_path / "nothing")
+    monkeypatch.setattr(telemetry, "GPU_FILES", (tmp_path / "nothing",))
     assert telemetry.nvml_source() is None
