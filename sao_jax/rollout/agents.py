@@ -1,6 +1,6 @@
 """Many attempts at once: one engine, one environment per attempt.
 
-    agents.start(instance, rollout=7, ...)     # needs agents.free > 0
+    agents.start("train", 3, rollout=7, ...)   # needs agents.free > 0
     agents.dispatch()                          # one burst for every live row
     for trajectory in agents.collect(): ...    # attempts that ended
 
@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from sao_jax.data.protocols import Instance, TaskFamily
+from sao_jax.data.protocols import Split, TaskFamily
 from sao_jax.data.trajectory import NoActionError, Trajectory
 from sao_jax.rollout.clock import Clock
 from sao_jax.rollout.engine import Engine, Request
@@ -37,7 +37,8 @@ class Agents:
     """Runs episodes of one task family on one engine.
 
     `simulated_seconds(rollout, task)`, if given, is how long the environment of an attempt takes over each action; the
-    time passes on `clock` alone. Environments must then be fast.
+    time passes on `clock` alone. Environments must then be fast. `seam(snapshot)`, if given, is called whenever an
+    attempt under way has taken a further `seam_turns` actions and each has been answered.
 
     Attributes:
       running: attempts under way.
@@ -54,10 +55,13 @@ class Agents:
         env_timeout: float = 60.0,
         clock: Clock | None = None,
         simulated_seconds: Callable[[int, str], float] | None = None,
+        seam: Callable[[Trajectory], None] | None = None,
+        seam_turns: int = 100,
     ):
         clock = clock or Clock()
         self.engine, self.family = engine, family
         self._context, self._limit_bootstrap = context, limit_bootstrap
+        self._seam, self._seam_turns = seam, seam_turns
         self._episodes: dict[int, Episode] = {}
         self._seated: dict[int, None] = {}  # rollouts that have a slot
         self._temperature: dict[int, float] = {}
@@ -89,7 +93,8 @@ class Agents:
 
     def start(
         self,
-        instance: Instance,
+        split: Split,
+        index: int,
         *,
         rollout: int,
         attempt: int = 0,
@@ -97,10 +102,11 @@ class Agents:
         snapshot: Trajectory | None = None,
         **labels,
     ) -> None:
-        """Begins an attempt, or goes on from a snapshot; it joins the engine once its environment has answered."""
+        """Begins an attempt at an instance of the family, or goes on from a snapshot of one; it joins the engine once
+        its environment has answered."""
         episode = Episode(
             self.family,
-            instance,
+            self.family.instance(split, index),
             rollout=rollout,
             attempt=attempt,
             temperature=temperature,
@@ -173,6 +179,8 @@ class Agents:
             self.engine.submit(Request(episode.rollout, episode.attempt, answer, episode.max_new, temperature))
             self._seated[episode.rollout] = None
         else:
+            if self._seam is not None and episode.turns % self._seam_turns == 0:
+                self._seam(episode.snapshot())
             self.engine.extend(episode.rollout, answer.tokens, answer.max_new)
 
     def _leave(self, episode: Episode) -> None:

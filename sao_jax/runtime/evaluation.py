@@ -60,8 +60,7 @@ def evaluate(
         other(elsewhere)
         report(len(rewards))
         while started < count and agents.free > 0:
-            instance = agents.family.instance("test", started)
-            agents.start(instance, rollout=FIRST_ID + started, seed=seed, temperature=temperature)
+            agents.start("test", started, rollout=FIRST_ID + started, seed=seed, temperature=temperature)
             started += 1
         if agents.dispatch():
             dispatched(agents.engine.last_schedule)

@@ -160,22 +160,25 @@ class Loop:
                 # A group that has begun is completed, or those that wait for it would wait for ever.
                 if room - len(started) <= 0 and self._next % n == 0:
                     break
-                instance = self._instance(self._next)
-                ledger.admit(self._next, instance.id, self._next // n, self._next % n)
+                ledger.admit(self._next, self._task(self._next), self._next // n, self._next % n)
                 started.append(self._next)
                 self._next += 1
         for rollout in started:
             self._start(rollout, 0)
 
-    def _instance(self, rollout: int):
-        """The training instance of a rollout; members of a group share theirs."""
+    def _index(self, rollout: int) -> int:
+        """Which training instance a rollout attempts; members of a group share theirs."""
         index, distinct = rollout // self.config.n_samples_per_prompt, self.config.train_tasks
-        return self.run.family.instance("train", index % distinct if distinct else index)
+        return index % distinct if distinct else index
+
+    def _task(self, rollout: int) -> str:
+        return self.run.family.instance("train", self._index(rollout)).id
 
     def _start(self, rollout: int, attempt: int) -> None:
         n = self.config.n_samples_per_prompt
         self.run.agents.start(
-            self._instance(rollout),
+            "train",
+            self._index(rollout),
             rollout=rollout,
             attempt=attempt,
             group=rollout // n,
@@ -441,7 +444,7 @@ class Loop:
             if event.kind == "update":
                 self._collector.drift = event.payload["drift"]
             elif (rollout := event.payload["rollout"]) not in wanted:
-                self._collector.prime(self._instance(rollout).id, event.payload["reward"])
+                self._collector.prime(self._task(rollout), event.payload["reward"])
 
     def _restart_running(self) -> None:
         ledger = self.run.ledger

@@ -21,9 +21,10 @@ GROUP = 8  # rollouts whose mean is the group baseline
 
 @dataclasses.dataclass(frozen=True)
 class Prefix:
-    """A prompt (no `snapshot`), or an attempt cut before an action. `tokens` is what a policy has read by then."""
+    """A prompt (no `snapshot`), or an attempt cut before an action, of held-out instance `index`. `tokens` is what a
+    policy has read by then."""
 
-    instance: object
+    index: int
     tokens: np.ndarray
     snapshot: Trajectory | None = None
 
@@ -42,22 +43,21 @@ def prefixes(agents: Agents, count: int, seed: int, *, run: Callable) -> tuple[l
     prompts, inside = [], []
     index = 0
     while len(prompts) < count or len(inside) < count:
-        instance = agents.family.instance("test", index)
-        index += 1
-        (attempt,) = run([(instance, None)])
+        (attempt,) = run([(index, None)])
         first = int(np.flatnonzero(attempt.action_mask)[0])
         if len(prompts) < count:
-            prompts.append(Prefix(instance, attempt.tokens[:first]))
+            prompts.append(Prefix(index, attempt.tokens[:first]))
         if len(inside) < count and attempt.num_steps > 1:
             snapshot = cut_before_action(attempt, rng.randrange(1, attempt.num_steps))
-            inside.append(Prefix(instance, snapshot.tokens, snapshot))
+            inside.append(Prefix(index, snapshot.tokens, snapshot))
+        index += 1
         if index > 100 * count:
             raise ValueError(f"{index} attempts at task {agents.family.name!r} gave too few with a second action")
     return prompts, inside
 
 
 def runner(agents: Agents, seed: int, check: Callable[[], None] = lambda: None) -> Callable:
-    """A function that plays attempts [(instance, snapshot or None)] and returns their trajectories in order.
+    """A function that plays attempts [(index of a held-out instance, snapshot or None)] and returns their trajectories in order.
 
     Every attempt has a rollout id of its own, hence random numbers of its own.
     """
@@ -73,8 +73,8 @@ def runner(agents: Agents, seed: int, check: Callable[[], None] = lambda: None) 
                     raise ValueError(f"an attempt failed: {item.reason}")
                 done[item.rollout] = item
             while started < len(ids) and agents.free > 0:
-                instance, snapshot = wanted[started]
-                agents.start(instance, rollout=ids[started], seed=seed, snapshot=snapshot)
+                index, snapshot = wanted[started]
+                agents.start("test", index, rollout=ids[started], seed=seed, snapshot=snapshot)
                 started += 1
             agents.dispatch()
         return [done[i] for i in ids]
@@ -84,7 +84,7 @@ def runner(agents: Agents, seed: int, check: Callable[[], None] = lambda: None) 
 
 def continuation_rewards(play: Callable, chosen: Sequence[Prefix], count: int) -> np.ndarray:
     """Rewards earned after each prefix [len(chosen), count]."""
-    wanted = [(p.instance, p.snapshot) for p in chosen for _ in range(count)]
+    wanted = [(p.index, p.snapshot) for p in chosen for _ in range(count)]
     rewards = []
     for t, (_, snapshot) in zip(play(wanted), wanted, strict=True):
         rewards.append(t.total_reward - (snapshot.total_reward if snapshot is not None else 0.0))
@@ -109,7 +109,7 @@ def value_errors(
     for kind, chosen in groups.items():
         rewards = continuation_rewards(play, chosen, continuations)
         truth = rewards.mean(axis=1)
-        from_prompt = [Prefix(p.instance, p.tokens) for p in chosen]
+        from_prompt = [Prefix(p.index, p.tokens) for p in chosen]
         group_means = continuation_rewards(play, from_prompt, GROUP).mean(axis=1)
 
         def error(estimate, truth=truth):

@@ -203,7 +203,7 @@ def test_sampler_and_trainer_have_the_same_log_probs(learner, temperature):
     )
     agents = Agents(engine, family, context=LENGTH)
     for rollout in range(8):
-        agents.start(family.instance("train", rollout), rollout=rollout, temperature=temperature)
+        agents.start("train", rollout, rollout=rollout, temperature=temperature)
     done = []
     while agents.running:
         agents.dispatch()

@@ -62,7 +62,7 @@ def run(agents, turns=400):
 
 
 def start(agents, family, rollout, **labels):
-    agents.start(family.instance("train", rollout), rollout=rollout, **labels)
+    agents.start("train", rollout, rollout=rollout, **labels)
 
 
 @pytest.mark.parametrize("wait", [0.0, 0.01], ids=["same thread", "workers"])

@@ -49,7 +49,7 @@ def test_simulated_times_pass_on_the_clock_alone_and_order_the_answers():
         simulated_seconds=lambda rollout, task: seconds[rollout],
     )
     for rollout in (0, 1):
-        agents.start(family.instance("train", rollout), rollout=rollout)
+        agents.start("train", rollout, rollout=rollout)
     ended = run(agents)
     assert [t.rollout for t in ended] == [1, 0]
     assert clock() == 60.0, "two actions of the slow attempt; the quick one's 20 s lie within"
