@@ -37,11 +37,11 @@ class Agents:
     """Runs episodes of one task family on one engine.
 
     `simulated_seconds(rollout, task)`, if given, is how long the environment of an attempt takes over each action; the
-    time passes on `clock` alone. Environments must then be fast. `seam(snapshot)`, if given, is called whenever an
-    attempt under way has taken a further `seam_turns` actions and each has been answered.
+    time passes on `clock` alone. Environments must then be fast.
 
     Attributes:
       running: attempts under way.
+      seam: called with a snapshot of an attempt under way whenever `seam_turns` further actions have been answered.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class Agents:
         env_timeout: float = 60.0,
         clock: Clock | None = None,
         simulated_seconds: Callable[[int, str], float] | None = None,
-        seam: Callable[[Trajectory], None] | None = None,
         seam_turns: int = 100,
     ):
         clock = clock or Clock()
         self.engine, self.family = engine, family
         self._context, self._limit_bootstrap = context, limit_bootstrap
-        self._seam, self._seam_turns = seam, seam_turns
+        self.seam: Callable[[Trajectory], None] | None = None
+        self._seam_turns = seam_turns
         self._episodes: dict[int, Episode] = {}
         self._seated: dict[int, None] = {}  # rollouts that have a slot
         self._temperature: dict[int, float] = {}
@@ -179,8 +179,8 @@ class Agents:
             self.engine.submit(Request(episode.rollout, episode.attempt, answer, episode.max_new, temperature))
             self._seated[episode.rollout] = None
         else:
-            if self._seam is not None and episode.turns % self._seam_turns == 0:
-                self._seam(episode.snapshot())
+            if self.seam is not None and episode.turns % self._seam_turns == 0:
+                self.seam(episode.snapshot())
             self.engine.extend(episode.rollout, answer.tokens, answer.max_new)
 
     def _leave(self, episode: Episode) -> None:

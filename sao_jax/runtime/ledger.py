@@ -180,6 +180,12 @@ class Ledger:
             self.record("restart", {"rollout": row.id, "attempt": attempt})
         return attempt
 
+    def segment(self, rollout: int, location: Any) -> None:
+        """A running rollout is stored durably up to a seam, at `location`, from which it can go on after a failure."""
+        with self.transaction():
+            row = self._require(rollout, "stored in part", "running")
+            self.record("segment", {"rollout": row.id, "attempt": row.attempt, "location": location})
+
     def finish(self, rollout: int, location: Any, reward: float) -> None:
         """The trajectory is stored durably at `location` (JSON); call this only after it is."""
         if location is None or not math.isfinite(reward):
@@ -268,9 +274,16 @@ class Ledger:
         return self._one("SELECT coalesce(max(id) + 1, 0) FROM rollouts")
 
     def last_location(self) -> Any:
-        """Location of the trajectory that finished last, None before the first: what lies behind it is not in use."""
-        value = self._one("SELECT location FROM rollouts WHERE arrival IS NOT NULL ORDER BY arrival DESC LIMIT 1")
-        return None if value is None else json.loads(value)
+        """Location of what was stored last, None before the first: what lies behind it is not in use."""
+        stored = "kind IN ('finish', 'segment') ORDER BY position DESC LIMIT 1"
+        value = self._one(f"SELECT payload FROM events WHERE {stored}")
+        return None if value is None else json.loads(value)["location"]
+
+    def last_segment(self, rollout: int) -> Any:
+        """Location of the newest part of a rollout that was stored at a seam; None if there is none."""
+        query = "SELECT payload FROM events WHERE kind = 'segment' AND json_extract(payload, '$.rollout') = ? "
+        value = self._one(query + "ORDER BY position DESC LIMIT 1", (operator.index(rollout),))
+        return None if value is None else json.loads(value)["location"]
 
     def last_version(self) -> int:
         """The highest version any rollout was trained into; 0 before the first."""

@@ -20,9 +20,11 @@ from typing import Any
 import numpy as np
 
 from sao_jax.data.rows import make_row
-from sao_jax.data.trajectory import Trajectory, save_trajectory
+from sao_jax.data.storage import Location
+from sao_jax.data.trajectory import Trajectory, load_trajectory, save_trajectory
 from sao_jax.rollout.agents import Failure
 from sao_jax.runtime.collector import Collector, Dropped, Ready
+from sao_jax.runtime.evaluation import FIRST_ID
 from sao_jax.runtime.ledger import staleness
 from sao_jax.runtime.loop_metrics import LoopMetrics
 from sao_jax.runtime.run import Run
@@ -52,6 +54,7 @@ class Loop:
     ):
         self.run, self.config, self.metrics = run, run.config, metrics
         self._check, self._between = check, between
+        run.agents.seam = self.seam
         self.updates = 0  # ended batches, critic-only ones included
         self.limit = first_rollout + self.config.rollouts  # rollouts to be handed out in all
         self._collecting = False  # preheating: trajectories are stored and go nowhere
@@ -60,6 +63,8 @@ class Loop:
         self._collector = Collector(self.config)
         self._ready: collections.deque[Ready] = collections.deque()
         self._restarts: collections.deque[tuple[int, int]] = collections.deque()
+        self._seams: list[Trajectory] = []  # parts of attempts under way, to be stored with the next transaction
+        self._resumed: dict[int, Any] = {}  # where the part lies that an attempt under way has gone on from
         self._batch: list[int] = []  # rollouts that have arrived in the batch, as planned
         self._planned_updates = 0
         self._failed_in_a_row, self._failure = 0, ""
@@ -176,6 +181,7 @@ class Loop:
 
     def _start(self, rollout: int, attempt: int) -> None:
         n = self.config.n_samples_per_prompt
+        snapshot = self._snapshot(rollout) if attempt else None
         self.run.agents.start(
             "train",
             self._index(rollout),
@@ -185,19 +191,30 @@ class Loop:
             sample=rollout % n,
             seed=self.config.seed,
             temperature=self.config.temperature,
+            snapshot=snapshot,
         )
+
+    def _snapshot(self, rollout: int) -> Trajectory | None:
+        """What a new attempt goes on from: the newest part that was stored, but not the same one twice in a row, since
+        an environment that cannot be restored fails each time."""
+        location = self.run.ledger.last_segment(rollout)
+        if location is None or self._resumed.pop(rollout, None) == location:
+            return None
+        self._resumed[rollout] = location
+        return load_trajectory(self.run.store.read(Location(**location)))
 
     # ---- decisions, made durable before they take effect
 
     def _digest(self, ended: list, *, idle: bool) -> list[tuple[int, str, Any]]:
         """Stores what ended and records what the learner is to do; returns that, in order."""
         last = self.finishing
-        if not ended and not self._ready and not idle and not last:
+        if not ended and not self._ready and not idle and not last and not self._seams:
             return []
         restart = []
         self._collector.drift = self.metrics.drift
         with self.run.ledger.transaction():
             self._write_schedule()
+            self._store_seams()
             for item in ended:
                 if isinstance(item, Failure):
                     restart += self._failed(item)
@@ -213,6 +230,16 @@ class Loop:
         for kind, payload in self._schedule:
             self.run.ledger.record(kind, payload)
         self._schedule.clear()
+
+    def seam(self, snapshot: Trajectory) -> None:
+        """An attempt under way has come to the end of a segment; an evaluation's is not kept."""
+        if snapshot.rollout < FIRST_ID:
+            self._seams.append(snapshot)
+
+    def _store_seams(self) -> None:
+        for snapshot in self._seams:
+            self.run.ledger.segment(snapshot.rollout, vars(self.run.store.append(save_trajectory(snapshot))))
+        self._seams.clear()
 
     def _finished(self, t: Trajectory) -> None:
         location = self.run.store.append(save_trajectory(t))

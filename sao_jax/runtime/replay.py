@@ -112,7 +112,9 @@ class Resampler:
             room = self._run.context - start - count
             if start == 0:
                 engine.submit(Request(rollout, attempt, tokens, room, t.temperature))
-                self._live[rollout], self._expected = t, self._expected + t.num_action_tokens
+                # An attempt that went on from a seam was sampled from there.
+                self._live[rollout] = t
+                self._expected += int(np.count_nonzero(t.action_mask[count:]))
             else:
                 engine.extend(rollout, tokens, room)
             self._done[rollout] = start + count

@@ -117,6 +117,7 @@ def make_agents(
         env_timeout=config.env_timeout,
         clock=clock,
         simulated_seconds=simulated,
+        seam_turns=config.segment_steps,
     )
 
 
@@ -304,7 +305,7 @@ def _check_rollout_source(folder: pathlib.Path, *, context: int, its_context: in
     if not (folder / "ledger.sqlite").exists():
         raise ValueError("not a run folder: it has no ledger.sqlite")
     with Ledger(folder / "ledger.sqlite", read_only=True) as ledger:
-        if ledger.last_location() is None:
+        if not ledger.stored():
             raise ValueError("it holds no finished trajectory")
 
 

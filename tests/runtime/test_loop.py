@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from helpers import MODEL_FLAGS, Record, SilentDisplay, Tiny, TinyEnvironment, quick_compile  # noqa: F401
 
+from sao_jax.data.storage import Location, TrajectoryStore
+from sao_jax.data.trajectory import load_trajectory
 from sao_jax.report.tokens import trajectory_html
 from sao_jax.runtime.checkpoints import Checkpoints
 from sao_jax.runtime.collector import DeadGroupsError
@@ -285,7 +287,7 @@ def test_a_prompt_that_leaves_no_room_is_dropped_with_its_reason(tmp_path, monke
         return prompt(self, problem) if problem % 3 == spared else "a" * 9 + "?"
 
     monkeypatch.setattr(Tiny, "prompt", long_or_short)
-    _, record, notes = run(tmp_path, rollouts=16)
+    _, record, notes = run(tmp_path, rollouts=32)
     assert {reason for reason, _ in record.dropped} == {"failed"}
     assert record.counts["trained"] + record.counts["dropped"] == 16
     assert any("prompt of 10 tokens in a budget of 10" in note for note in notes)
@@ -297,7 +299,7 @@ def test_a_group_does_not_wait_for_a_member_that_failed(tmp_path):
     flags = GROUPS | dict(n_samples_per_prompt=4, drop_dead_groups=False, batch_size=8)
     _, record, _ = run(tmp_path, **flags, task="tiny:bad=raise,every=3", max_attempts=1, rollouts=24)
     assert record.dropped == {("failed", "tiny/train/2"): 4, ("failed", "tiny/train/5"): 4}
-    assert record.counts["trained"] == 16
+    assert record.counts["trained"] == 32
 
 
 # -- stages before RL --------------------------------------------------------------------------------------------------
@@ -408,3 +410,59 @@ def test_trajectories_are_read_back_as_the_newest_weights_see_them(tmp_path):
         assert page.count("title=") == 3 * mask.sum()
     without = run(tmp_path / "given", baseline="running_mean")
     assert np.isnan(read_trajectories(tmp_path / "given", count=1)[0]["value"]).all(), without
+
+
+# -- seams -------------------------------------------------------------------------------------------------------------
+
+
+SEGMENTS = dict(task="tiny:turns=4", segment_steps=1, rollouts=32)
+
+
+def failing_once(monkeypatch, *, at_turn, restorable=True):
+    """The first attempt at every third training instance fails at an action; restoring fails if so wished."""
+    failed = set()
+    step, restore = TinyEnvironment.step, TinyEnvironment.restore
+
+    def failing_step(self, action):
+        instance = self._instance
+        if instance.split == "train" and instance.index % 3 == 2 and instance.index not in failed:
+            self.turn = getattr(self, "turn", 0) + 1
+            if self.turn == at_turn:
+                failed.add(instance.index)
+                raise RuntimeError("broken once")
+        return step(self, action)
+
+    def failing_restore(self, instance, actions):
+        if actions and not restorable:
+            raise RuntimeError("cannot be restored")
+        restore(self, instance, actions)
+
+    monkeypatch.setattr(TinyEnvironment, "step", failing_step)
+    monkeypatch.setattr(TinyEnvironment, "restore", failing_restore)
+
+
+def test_an_attempt_goes_on_from_its_last_stored_segment(tmp_path, monkeypatch):
+    failing_once(monkeypatch, at_turn=2)
+    _, record, _ = run(tmp_path, **SEGMENTS)
+    assert record.counts["trained"] == 32
+    resumed = 0
+    with TrajectoryStore(tmp_path / "trajectories") as store:
+        for event in record.of_kind("segment"):
+            part = load_trajectory(store.read(Location(**event["location"])))
+            whole = record.trajectories[event["rollout"]]
+            if whole.attempt == 0 or event["attempt"] > 0:
+                continue
+            # What the failed attempt had stored is the beginning of what was trained, log-probs and versions included.
+            resumed += 1
+            for name in ("tokens", "rollout_logp", "version", "action_mask"):
+                np.testing.assert_array_equal(getattr(whole, name)[: part.length], getattr(part, name))
+    assert resumed > 0
+
+
+def test_an_attempt_that_cannot_be_restored_starts_over(tmp_path, monkeypatch):
+    failing_once(monkeypatch, at_turn=2, restorable=False)
+    _, record, notes = run(tmp_path, **SEGMENTS)
+    assert record.counts["trained"] == 32
+    started_over = [t for t in record.trajectories.values() if t.attempt == 2]
+    assert started_over
+    assert any("cannot be restored" in line for line in notes)

@@ -1,0 +1,30 @@
+"""Messages between the run and its rollout processes: a line of JSON and bytes, never pickled objects."""
+
+import json
+import socket
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+def pair() -> tuple[Connection, socket.socket]:
+    """Our end of a new channel, and the socket that a process inherits."""
+    ours, theirs = socket.socketpair()
+    return Connection(ours.detach()), theirs
+
+
+def send(connection: Connection, kind: str, payload: bytes = b"", **fields: Any) -> None:
+    """Raises OSError (also BrokenPipeError) if the other end is gone."""
+    connection.send_bytes(json.dumps({"kind": kind, **fields}).encode() + b"\n" + payload)
+
+
+def receive(connection: Connection) -> tuple[dict[str, Any], bytes]:
+    """The next message: (kind and fields, payload). EOFError: the other end is gone. ValueError: garbage."""
+    data = connection.recv_bytes()
+    head, line, payload = data.partition(b"\n")
+    try:
+        fields = json.loads(head)
+        if not line or not isinstance(fields["kind"], str):
+            raise ValueError("no kind")
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{len(data)} bytes that are no message: {error}") from None
+    return fields, payload
