@@ -170,7 +170,7 @@ def value_error(quick, results, check) -> Measured:
             family, context = family_and_context(config)
             learner = make_learner(config, family, context, data_mesh(config.devices))
             state, version = restored_state(folder, learner)
-            engine = make_engine(config, family, context, learner)
+            engine = make_engine(config, family, context, learner.published_policy(), learner.mesh)
             engine.publish(state["policy"], version)
             agents = make_agents(config, family, context, engine)
             outputs = jax.jit(

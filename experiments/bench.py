@@ -289,7 +289,7 @@ def loop(quick: bool):
             run = open_run(config, pathlib.Path(folder), resume=False)
             with contextlib.closing(run), Display(Console(file=nowhere)) as display:
                 display.stage(name, config.rollouts, "rollouts")
-                run.engine.warm_up()
+                run.agents.warm_up()
                 run.learner.warm_up(blank_row(run.context), preheat=False)
                 metrics = LoopMetrics(run, display)
                 host = Loop(run, first_rollout=0, check=lambda: None, metrics=metrics)

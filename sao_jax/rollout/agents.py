@@ -79,6 +79,27 @@ class Agents:
         self.environment_s = 0.0
 
     @property
+    def last_schedule(self) -> dict | None:
+        """What the last dispatch enqueued."""
+        return self.engine.last_schedule
+
+    @property
+    def version(self) -> int:
+        """Of the weights that the next burst samples with."""
+        return self.engine.version
+
+    def publish(self, params: dict, version: int) -> None:
+        """New weights from the next burst on; they must not be donated by anyone."""
+        self.engine.publish(params, version)
+
+    def warm_up(self, check: Callable[[], None] = lambda: None) -> list[str]:
+        """Compiles all programs; returns their names."""
+        return list(self.engine.warm_up(check))
+
+    def close(self) -> None:
+        self.stop()
+
+    @property
     def running(self) -> int:
         return len(self._episodes) + len(self._ended)  # an attempt is over once it has been collected
 

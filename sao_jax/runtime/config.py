@@ -63,6 +63,10 @@ class RunConfig:
     """Threads for environments that are not declared fast."""
     env_timeout: float = 60.0
     """Seconds before an environment step counts as hung and its attempt is aborted."""
+    workers: int = 0
+    """Rollout processes on this machine, each with an engine and environments of its own (0: the learner samples)."""
+    worker_timeout: float = 60.0
+    """Seconds without a sign of life after which a rollout process is replaced."""
     max_attempts: int = 3
     """Attempts at a rollout whose environment failed before it is dropped."""
 

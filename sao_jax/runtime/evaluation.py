@@ -63,7 +63,7 @@ def evaluate(
             agents.start("test", started, rollout=FIRST_ID + started, seed=seed, temperature=temperature)
             started += 1
         if agents.dispatch():
-            dispatched(agents.engine.last_schedule)
+            dispatched(agents.last_schedule)
     if failed == count:
         raise ValueError(f"all {count} attempts of the evaluation failed; the last: {reason}")
     return Evaluation([rewards[i] for i in range(count)], failed, [trajectories[i] for i in sorted(trajectories)])

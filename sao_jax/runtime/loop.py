@@ -91,7 +91,7 @@ class Loop:
                 timer.switch("dispatch")
                 live = self.run.agents.dispatch()
                 if live:
-                    self.note_burst(self.run.engine.last_schedule)
+                    self.note_burst(self.run.agents.last_schedule)
                 timer.switch("store")
                 todo = self._digest(ended, idle=not live)
                 timer.switch("learn")
@@ -126,7 +126,7 @@ class Loop:
             ended, self._taken = self._taken + self.run.agents.collect(), []
             self._admit()
             if self.run.agents.dispatch():
-                self.note_burst(self.run.engine.last_schedule)
+                self.note_burst(self.run.agents.last_schedule)
             if ended:
                 self._digest(ended, idle=False)
                 report(len(ledger.finished()))
@@ -137,8 +137,9 @@ class Loop:
         """Attempts that ended while something else drove the engine; the next turn digests them."""
         self._taken += ended
 
-    def note_burst(self, schedule: dict) -> None:
-        self._schedule.append(("burst", schedule))
+    def note_burst(self, schedule: dict | None) -> None:
+        if schedule is not None:
+            self._schedule.append(("burst", schedule))
 
     # ---- admission
 
@@ -392,7 +393,7 @@ class Loop:
     def publish(self) -> None:
         """Gives the learner's policy to the sampler, from the next burst on."""
         learner = self.run.learner
-        self.run.engine.publish(learner.published_policy(), learner.version)
+        self.run.agents.publish(learner.published_policy(), learner.version)
         self._schedule.append(("publish", {"version": learner.version}))
 
     def save(self, position: int) -> None:

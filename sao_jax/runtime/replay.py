@@ -37,6 +37,8 @@ def replay(
     if folder.resolve() == source.resolve():
         raise ValueError(f"{folder} is the run itself; a replay needs a folder of its own")
     config = read_config(source)
+    if resample and config.workers:
+        raise ValueError("--resample needs a run that sampled in one process; bursts of several have no common order")
     with Checkpoints(source / "checkpoints") as recorded:
         newest = recorded.newest()
         if newest is None:
@@ -94,12 +96,12 @@ class Resampler:
 
     def observe(self, event) -> None:
         if event.kind == "publish":
-            self._run.engine.publish(self._run.learner.published_policy(), self._run.learner.version)
+            self._run.agents.engine.publish(self._run.learner.published_policy(), self._run.learner.version)
         elif event.kind == "burst":
             self._burst(event.payload)
 
     def _burst(self, schedule: dict) -> None:
-        engine = self._run.engine
+        engine = self._run.agents.engine
         if schedule["version"] != engine.version:
             raise ValueError(
                 f"the log has a burst of version {schedule['version']}, the sampler is at {engine.version}"
@@ -142,7 +144,7 @@ class Resampler:
         self._done[piece.rollout] = end
         if not np.any(t.action_mask[end:]):
             del self._live[piece.rollout], self._done[piece.rollout]
-            self._run.engine.release(piece.rollout)
+            self._run.agents.engine.release(piece.rollout)
 
     def figures(self) -> dict[str, Any]:
         """Tokens sampled again, those that differ in id or log-prob, and those the schedule did not reach."""

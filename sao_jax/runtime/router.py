@@ -149,6 +149,17 @@ class Router:
         worker.failures = 0
         self._file(worker)
 
+    def release(self, name: str) -> None:
+        """A task of the worker was given up; that says nothing about the worker."""
+        if (worker := self.workers.get(name)) is not None:
+            worker.running -= 1
+            self._file(worker)
+
+    def free(self, now: float) -> int:
+        """Tasks that could be routed now."""
+        self._reopen(now)
+        return sum(worker.slots - worker.running for worker in self._open)
+
     def failed(self, name: str, now: float) -> None:
         """A task of the worker failed or timed out: it gets none for a while."""
         worker = self.workers.get(name)
@@ -162,12 +173,16 @@ class Router:
 
     # ---- inner parts
 
-    def _choose(self, now: float) -> Worker:
+    def _reopen(self, now: float) -> None:
+        """Workers that have been left alone for long enough may be tried again."""
         while self._barred and self._barred[0][0] <= now:
             _, name = heapq.heappop(self._barred)
             if name in self.workers and self.workers[name].barred_until <= now:
                 self.workers[name].barred_until = -math.inf
                 self._file(self.workers[name])
+
+    def _choose(self, now: float) -> Worker:
+        self._reopen(now)
         if not self._open:
             raise NoWorkerError(f"none of {len(self.workers)} workers has a free slot and is healthy and cool")
         few = len(self._open) <= CANDIDATES

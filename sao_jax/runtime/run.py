@@ -29,6 +29,7 @@ from sao_jax.runtime.fingerprint import differences, fingerprint
 from sao_jax.runtime.ledger import Ledger, LedgerError
 from sao_jax.runtime.metrics import MetricsLog, StageTimer, require_tensorboard
 from sao_jax.runtime.warm_start import check_demonstrations
+from sao_jax.runtime.workers import Workers
 
 LOOKED_AT = 64  # train instances whose prompts and demonstrations are looked at before a run begins
 NO_STEP = -(10**9)  # before every step: a resumed run without a checkpoint keeps none of its metrics
@@ -44,8 +45,7 @@ class Run:
     context: int
     mesh: jax.sharding.Mesh
     learner: Learner
-    engine: Engine
-    agents: Agents
+    agents: Agents | Workers
     store: TrajectoryStore
     ledger: Ledger
     checkpoints: Checkpoints
@@ -80,21 +80,28 @@ def family_and_context(config: RunConfig) -> tuple[TaskFamily, int]:
     return family, config.max_tokens or family.max_tokens
 
 
+def random_policy(config: RunConfig, family: TaskFamily) -> dict:
+    model = config.model(family.tokenizer.vocab_size)
+    return jax.jit(lambda key: init_params(model, key))(jax.random.key(config.seed))
+
+
 def make_learner(config: RunConfig, family: TaskFamily, context: int, mesh: jax.sharding.Mesh) -> Learner:
     """A learner with random weights."""
     model = config.model(family.tokenizer.vocab_size)
     micro = 1 if config.critic_update == "arrival" else config.micro_rows
     layout = Layout.fit(config.batch_size, context, mesh.size, micro_rows=micro)
-    policy = jax.jit(lambda key: init_params(model, key))(jax.random.key(config.seed))
+    policy = random_policy(config, family)
     return Learner(model, config.choices(), config.numbers(), layout, mesh, policy, shard_params=config.shard_params)
 
 
-def make_engine(config: RunConfig, family: TaskFamily, context: int, learner: Learner) -> Engine:
+def make_engine(
+    config: RunConfig, family: TaskFamily, context: int, policy: dict, mesh: jax.sharding.Mesh
+) -> Engine:
     stop_ids = [family.tokenizer.encode(character)[0] for character in family.stop]
     return Engine(
-        learner.programs.config,
-        learner.published_policy(),
-        mesh=learner.mesh,
+        config.model(family.tokenizer.vocab_size),
+        policy,
+        mesh=mesh,
         slots=config.slots,
         context=context,
         stop_ids=stop_ids,
@@ -151,7 +158,7 @@ def restored_agents(config: RunConfig, folder: pathlib.Path) -> tuple[Agents, in
     family, context = family_and_context(config)
     learner = make_learner(config, family, context, data_mesh(config.devices))
     state, version = restored_state(folder, learner)
-    engine = make_engine(config, family, context, learner)
+    engine = make_engine(config, family, context, learner.published_policy(), learner.mesh)
     engine.publish(state["policy"], version)
     return make_agents(config, family, context, engine), version
 
@@ -185,9 +192,12 @@ def open_run(
     if tensorboard:
         require_tensorboard()
     learner = make_learner(config, family, context, mesh)
-    engine = make_engine(config, family, context, learner)
     clock = make_clock(config, mesh)
-    agents = make_agents(config, family, context, engine, clock)
+    if config.workers and source is None:
+        agents = Workers(config, family, context, folder)
+    else:
+        engine = make_engine(config, family, context, learner.published_policy(), learner.mesh)
+        agents = make_agents(config, family, context, engine, clock)
     ledger = Ledger(source / "ledger.sqlite", read_only=True) if source else None
     folder.mkdir(parents=True, exist_ok=True)
     if ledger is None:
@@ -216,7 +226,7 @@ def open_run(
     )
     _check_fingerprint(folder)
     return Run(
-        config, folder, family, context, mesh, learner, engine, agents, store, ledger, checkpoints, log, compiles, clock
+        config, folder, family, context, mesh, learner, agents, store, ledger, checkpoints, log, compiles, clock
     )
 
 

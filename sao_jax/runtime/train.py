@@ -40,7 +40,7 @@ def train(
     try:
         return Stages(run, display, check).go(resume)
     finally:
-        run.agents.stop()
+        run.agents.close()
         run.close()
 
 
@@ -49,6 +49,7 @@ class Stages:
 
     def __init__(self, run: Run, display, check: Callable[[], None]):
         self.run, self.config, self.display, self.check = run, run.config, display, check
+        run.agents.note = display.note
         self.metrics = LoopMetrics(run, display)
         preheated = self.config.preheat_rollouts or 0 if self.config.has_critic else 0
         self.loop = Loop(run, first_rollout=preheated, check=check, metrics=self.metrics, between=self._evaluate_if_due)
@@ -63,7 +64,7 @@ class Stages:
             return figures
         position, updates = self._restore_or_start(newest)
         self._compile()
-        run.engine.publish(run.learner.published_policy(), run.learner.version)
+        run.agents.publish(run.learner.published_policy(), run.learner.version)
         if not updates and not self._has_events("update"):
             for greedy in (False, True):
                 self._evaluate("before RL", run.learner.version, greedy=greedy)
@@ -83,7 +84,7 @@ class Stages:
         self._announce()
         position, updates = self._restore_or_start(run.checkpoints.newest())
         self._compile()
-        run.engine.publish(run.learner.published_policy(), run.learner.version)
+        run.agents.publish(run.learner.published_policy(), run.learner.version)
         if self._has_events("preheat"):
             position = max(position, self._preheat(position))
         self.display.stage("replaying", self.config.rollouts, "rollouts")
@@ -223,7 +224,7 @@ class Stages:
         blank = blank_row(run.context)
         preheat = self._preheats or bool(self.config.num_critic_only_steps)
         with run.clock.stopped():
-            sampler = run.engine.warm_up(self.check)
+            sampler = run.agents.warm_up(self.check)
             learner = run.learner.warm_up(blank, preheat=preheat, check=self.check)
         self.metrics.mark_compiled()
         self.display.advance(1)

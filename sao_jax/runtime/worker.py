@@ -1,0 +1,118 @@
+"""A rollout process: an engine and environments of its own, driven by messages.
+
+    run -> worker   config, start, stop, prepare, commit, end
+    worker -> run   ready, status, segment, ended, failed, prepared, refused, committed
+
+It decides nothing: what it is told to start it runs, and it swaps weights between two bursts once it is told to commit
+those it has prepared. It never writes to the run's folder, and it ends when the run is gone.
+"""
+
+import os
+import pathlib
+import sys
+import time
+from multiprocessing.connection import Connection
+
+from sao_jax.data.trajectory import Trajectory, load_trajectory, save_trajectory
+from sao_jax.runtime import wire
+from sao_jax.runtime.config import RunConfig
+
+STATUS_S = 0.5  # between two signs of life
+
+
+class Worker:
+    """The loop of one rollout process."""
+
+    def __init__(self, connection: Connection, config: RunConfig, slots: int):
+        import dataclasses
+
+        from sao_jax.runtime.devices import data_mesh
+        from sao_jax.runtime.run import make_engine, family_and_context, make_agents, random_policy
+
+        self._connection = connection
+        config = dataclasses.replace(config, slots=slots, devices=1)
+        family, context = family_and_context(config)
+        self._like = random_policy(config, family)
+        engine = make_engine(config, family, context, self._like, data_mesh(1))
+        self._agents = make_agents(config, family, context, engine)
+        self._agents.seam = self._seam
+        self._prepared: tuple[int, dict] | None = None
+        self._told_at = -float("inf")
+        self._live = False
+
+    def go(self) -> None:
+        """Until told to end, or until the run is gone."""
+        self._agents.engine.warm_up()
+        self._send("ready", pid=os.getpid())
+        while True:
+            wait = 0.0 if self._live or self._agents.running else STATUS_S
+            while self._connection.poll(wait):
+                if not self._obey(*wire.receive(self._connection)):
+                    return
+                wait = 0.0
+            for item in self._agents.collect():
+                if isinstance(item, Trajectory):
+                    self._send("ended", save_trajectory(item))
+                else:
+                    self._send("failed", rollout=item.rollout, attempt=item.attempt, reason=item.reason)
+            self._live = self._agents.dispatch()
+            if time.monotonic() - self._told_at > STATUS_S:
+                self._send("status", running=self._agents.running, version=self._agents.engine.version)
+
+    def _obey(self, message: dict, payload: bytes) -> bool:
+        kind = message.pop("kind")
+        if kind == "start":
+            snapshot = load_trajectory(payload) if payload else None
+            self._agents.start(message.pop("split"), message.pop("index"), snapshot=snapshot, **message)
+        elif kind == "prepare":
+            self._prepare(message["version"], pathlib.Path(message["path"]), message["crc32"])
+        elif kind == "commit":
+            self._commit(message["version"])
+        elif kind == "stop":
+            self._agents.stop()
+        elif kind == "end":
+            return False
+        else:
+            raise ValueError(f"unknown message {kind!r}")
+        return True
+
+    def _prepare(self, version: int, path: pathlib.Path, crc32: int) -> None:
+        from sao_jax.runtime.weights import load_weights
+
+        try:
+            self._prepared = version, load_weights(path, self._like, crc32)
+        except (OSError, ValueError) as error:
+            self._send("refused", version=version, reason=str(error))
+        else:
+            self._send("prepared", version=version)
+
+    def _commit(self, version: int) -> None:
+        if self._prepared is None or self._prepared[0] != version:
+            raise ValueError(f"version {version} is to be committed and was not prepared")
+        self._agents.engine.publish(self._prepared[1], version)
+        self._prepared = None
+        self._send("committed", version=version)
+
+    def _seam(self, snapshot: Trajectory) -> None:
+        self._send("segment", save_trajectory(snapshot))
+
+    def _send(self, kind: str, payload: bytes = b"", **fields) -> None:
+        self._told_at = time.monotonic()
+        wire.send(self._connection, kind, payload, **fields)
+
+
+def main() -> None:
+    connection = Connection(int(sys.argv[1]))
+    try:
+        message, _ = wire.receive(connection)
+        config = RunConfig.from_json(message["config"])
+        from sao_jax.runtime.devices import prepare_backend
+
+        prepare_backend(1)
+        Worker(connection, config, message["slots"]).go()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass  # the run is gone, and so is the reason to go on
+
+
+if __name__ == "__main__":
+    main()
