@@ -94,9 +94,7 @@ def make_learner(config: RunConfig, family: TaskFamily, context: int, mesh: jax.
     return Learner(model, config.choices(), config.numbers(), layout, mesh, policy, shard_params=config.shard_params)
 
 
-def make_engine(
-    config: RunConfig, family: TaskFamily, context: int, policy: dict, mesh: jax.sharding.Mesh
-) -> Engine:
+def make_engine(config: RunConfig, family: TaskFamily, context: int, policy: dict, mesh: jax.sharding.Mesh) -> Engine:
     stop_ids = [family.tokenizer.encode(character)[0] for character in family.stop]
     return Engine(
         config.model(family.tokenizer.vocab_size),
@@ -225,9 +223,7 @@ def open_run(
         tensorboard=folder / "tensorboard" if tensorboard else None,
     )
     _check_fingerprint(folder)
-    return Run(
-        config, folder, family, context, mesh, learner, agents, store, ledger, checkpoints, log, compiles, clock
-    )
+    return Run(config, folder, family, context, mesh, learner, agents, store, ledger, checkpoints, log, compiles, clock)
 
 
 def _check_fingerprint(folder: pathlib.Path) -> None:

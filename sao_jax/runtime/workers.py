@@ -12,7 +12,7 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import connection as channels
 
 import jax
@@ -26,6 +26,7 @@ from sao_jax.runtime.config import RunConfig
 from sao_jax.runtime.router import Router
 from sao_jax.runtime.weights import save_weights
 
+COMMAND = (sys.executable, "-m", "sao_jax.runtime.worker")
 RETRY_S = 1.0  # before a publication or the start of a process is tried again
 START_TIMEOUT_S = 600.0  # a process that compiles says nothing meanwhile
 
@@ -81,13 +82,14 @@ class Workers:
         context: int,
         folder: pathlib.Path,
         *,
+        arguments: Sequence[str] = (),
         note: Callable[[str], None] = print,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.family, self.version = family, 0
         self.seam: Callable[[Trajectory], None] | None = None
         self._config, self._context, self._folder = config, context, folder
-        self.note, self._clock = note, clock
+        self.note, self._clock, self._arguments = note, clock, arguments
         self._slots = -(-config.slots // config.workers)
         self._processes: list[_Process] = []
         self._starts: list[float] = [0.0] * config.workers  # when processes that are missing may be started
@@ -204,7 +206,7 @@ class Workers:
             ours, theirs = wire.pair()
             with (self._folder / "workers" / f"{name}.log").open("wb") as log:
                 popen = subprocess.Popen(
-                    [sys.executable, "-m", "sao_jax.runtime.worker", str(theirs.fileno())],
+                    [*COMMAND, str(theirs.fileno()), *self._arguments],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
