@@ -71,6 +71,11 @@ class Learner:
         return self._filled == 0
 
     @property
+    def last_result(self) -> jax.Array:
+        """Ready when all calls so far are done; the next gradient call takes it."""
+        return self._totals["sums"]["tokens"]
+
+    @property
     def pending(self) -> int:
         """Rows that no gradient call has used."""
         return self._pending

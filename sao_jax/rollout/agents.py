@@ -84,6 +84,11 @@ class Agents:
         return self.engine.last_schedule
 
     @property
+    def last_result(self) -> tuple | None:
+        """A result of the last dispatch, and the shares of live rows by device."""
+        return self.engine.last_result
+
+    @property
     def version(self) -> int:
         """Of the weights that the next burst samples with."""
         return self.engine.version

@@ -49,6 +49,10 @@ class RunConfig:
     """Stress test: finished trajectories are held until they are this many versions old."""
     kv_after_swap: Literal["keep", "recompute"] = "keep"
     """What happens to the KV cache of unfinished rows when new weights arrive."""
+    concurrency: int | Literal["auto"] | None = None
+    """Attempts under way at once: a number, or auto to follow the devices' utilisation (default: all slots)."""
+    target_utilization: float | None = None
+    """Share of the time that devices should be busy under --concurrency auto (0.92)."""
     publish_every: int = 1
     """Updates between publications of the weights to the sampler."""
     env_seconds: float | None = None
@@ -238,6 +242,7 @@ class RunConfig:
             "denominator": "action" if config.policy_loss in ("dis", "tis") else None,
             "kl_target": 0.05 if config.kl != "off" else None,
             "kl_step": 0.1 if config.kl == "penalty" else None,
+            "target_utilization": 0.92 if config.concurrency == "auto" else None,
             "env_sigma": 1.29 if config.env_seconds is not None else None,
             "lambda_alpha": 1.5 if critic and config.lambd is None else None,
         }

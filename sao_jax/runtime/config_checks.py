@@ -46,6 +46,7 @@ def check_effects(config: "RunConfig") -> None:
         ("env_sigma", config.env_seconds is not None, "--env-seconds"),
         ("env_seconds", config.workers == 0, "environments beside the learner, not --workers"),
         ("clock", config.workers == 0, "a run in one process, not --workers"),
+        ("target_utilization", config.concurrency == "auto", "--concurrency auto"),
         ("worker_timeout", config.workers > 0, "--workers"),
         ("micro_rows", not arrival, "--critic-update batch"),
         ("dual_clip", loss == "ppo", "--policy-loss ppo"),
@@ -81,19 +82,19 @@ def check_values(config: "RunConfig") -> None:
         "demonstrations": 1, "preheat_rollouts": 0, "preheat_epochs": 1, "num_critic_only_steps": 0,
         "critic_steps_per_actor": 1, "n_samples_per_prompt": 1, "eval_every": 0, "eval_tasks": 1, "checkpoint_every": 1,
         "keep_checkpoints": 1, "lr_warmup": 0, "micro_rows": 1, "devices": 1, "max_dead_groups": 1, "max_tokens": 2,
-        "train_tasks": 1, "env_sigma": 0.0, "workers": 0,
+        "train_tasks": 1, "env_sigma": 0.0, "workers": 0, "concurrency": 1,
         "lr": 0.0, "critic_lr": 0.0, "weight_decay": 0.0, "seed": 0,
     }  # fmt: skip
     above = {
         "temperature": 0.0, "grad_clip": 0.0, "critic_grad_clip": 0.0, "kl_target": 0.0, "warm_start_lr": 0.0,
         "adam_eps": 0.0, "env_timeout": 0.0, "value_clip": 0.0, "dual_clip": 1.0, "lambda_alpha": 0.0,
-        "env_seconds": 0.0, "worker_timeout": 0.0, "sequence_kl": 0.0, "kl_step": 0.0,
+        "env_seconds": 0.0, "worker_timeout": 0.0, "target_utilization": 0.0, "sequence_kl": 0.0, "kl_step": 0.0,
     }  # fmt: skip
-    unit = ("gamma", "lambd", "critic_lambda")
+    unit = ("gamma", "lambd", "critic_lambda", "target_utilization")
     at_most = {"env_sigma": 10.0, "seed": 2**32 - 1}
     for field in dataclasses.fields(config):
         name, value = field.name, getattr(config, field.name)
-        if value is None:
+        if value is None or isinstance(value, str):
             continue
         if name in at_most and value > at_most[name]:
             raise ValueError(f"{_flag(name)} is {value}; it must be at most {at_most[name]}")

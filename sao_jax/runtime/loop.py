@@ -27,6 +27,7 @@ from sao_jax.runtime.collector import Collector, Dropped, Ready
 from sao_jax.runtime.evaluation import FIRST_ID
 from sao_jax.runtime.ledger import staleness
 from sao_jax.runtime.loop_metrics import LoopMetrics
+from sao_jax.runtime.pilot import Pilot
 from sao_jax.runtime.run import Run
 
 MAX_FAILED_IN_A_ROW = 50  # rollouts dropped because their environment failed, with none between that finished
@@ -71,6 +72,7 @@ class Loop:
         self._next = run.ledger.next_rollout()
         self._schedule: list[tuple[str, Any]] = []  # events to be written with the next transaction
         self._rows: dict[int, Trajectory] = {}  # arrivals that are durable and not yet applied
+        self._pilot = Pilot(run)
 
     # ---- the loop
 
@@ -92,15 +94,22 @@ class Loop:
                 live = self.run.agents.dispatch()
                 if live:
                     self.note_burst(self.run.agents.last_schedule)
+                    self._pilot.sampled()
+                if decision := self._pilot.decide(self.room() + self.run.agents.running, self.metrics.oldest_wait()):
+                    self._schedule.append(("concurrency", decision))
+                    self.metrics.devices = decision
                 timer.switch("store")
                 todo = self._digest(ended, idle=not live)
                 timer.switch("learn")
                 for position, kind, payload in todo:
                     self.apply(position, kind, payload)
+                if todo:
+                    self._pilot.learned()
                 if self._over(live):
                     break
         finally:
             timer.switch("other")
+            self._pilot.close()
         if not self.updates and set(self.metrics.dropped) == {"failed"}:
             raise FailedEnvironmentsError(
                 f"all {self.metrics.dropped['failed']} rollouts failed; the last: {self._failure}"
@@ -153,16 +162,17 @@ class Loop:
 
     def _admit(self, ended: int = 0) -> None:
         """`ended` attempts have been collected and are still to be digested; they take up room."""
-        agents, ledger, n = self.run.agents, self.run.ledger, self.config.n_samples_per_prompt
-        while self._restarts and agents.free > 0:
+        ledger, n = self.run.ledger, self.config.n_samples_per_prompt
+        while self._restarts and self._pilot.free > 0:
             rollout, attempt = self._restarts.popleft()
             self._start(rollout, attempt)
         room = self.room() - ended
-        if agents.free <= 0 or self._next >= self.limit or (room <= 0 and self._next % n == 0):
+        free = self._pilot.free
+        if free <= 0 or self._next >= self.limit or (room <= 0 and self._next % n == 0):
             return
         started = []
         with ledger.transaction():
-            while agents.free - len(started) > 0 and self._next < self.limit:
+            while free > len(started) and self._next < self.limit:
                 # A group that has begun is completed, or those that wait for it would wait for ever.
                 if room - len(started) <= 0 and self._next % n == 0:
                     break
@@ -384,6 +394,7 @@ class Loop:
             self._after_update(position, payload)
 
     def _after_update(self, position: int, payload: dict) -> None:
+        self._pilot.updated()
         if not payload["critic_only"] and self.run.learner.version % self.config.publish_every == 0:
             self.publish()
             self.metrics.published()

@@ -58,6 +58,7 @@ class LoopMetrics:
         self.trained = 0
         self.drift = 0.0  # nats per token that the policy has moved, summed over the updates fetched so far
         self.compiled = run.compiles.count
+        self.devices: dict[str, Any] = {}  # the newest reading of how busy they are
 
     def note(self, line: str) -> None:
         self._display.note(line)
@@ -89,6 +90,10 @@ class LoopMetrics:
             self._batches.append(b)
             self._batch = _Batch()
 
+    def oldest_wait(self) -> float:
+        """Age of the oldest finished trajectory that has not arrived, in seconds of the clock."""
+        return self._run.clock() - min(self._finished_at.values()) if self._finished_at else 0.0
+
     # ---- what happens to weights
 
     def updated(self, sums: dict[str, Any], version: int, *, critic_only: bool) -> None:
@@ -116,6 +121,7 @@ class LoopMetrics:
             **timing,
             "perf/tokens_per_s": sum(batch.lengths) / seconds,
             "perf/recompilations": self._run.compiles.count - self.compiled,
+            **{f"perf/{k}": v for k, v in self.devices.items() if k.startswith("utilization") or k == "concurrency"},
         }
         self._waiting, self._finished = (version, sums, host), []
 

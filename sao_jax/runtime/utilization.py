@@ -1,6 +1,13 @@
 """How busy devices are, from when their calls began and ended."""
 
 import dataclasses
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
 
 
 @dataclasses.dataclass
@@ -30,3 +37,50 @@ class BusyTime:
         shares = (self._busy / seconds, self._weighted / seconds) if seconds > 0 else (float("nan"),) * 2
         self.since, self._busy, self._weighted = now, 0.0, 0.0
         return shares
+
+
+class DeviceWatch:
+    """Notes when enqueued calls are done, on a thread of its own, so that nothing waits for them.
+
+        watch.enqueued(result, live)      # right after a call: one of its results, shares of live rows by device
+        utilization, weighted = watch.read()
+
+    A result may be donated to a later call before the watch has come to it; the two then count as one.
+    """
+
+    def __init__(self, devices: int, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._calls: queue.SimpleQueue = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._busy = [BusyTime(clock()) for _ in range(devices)]
+        self._thread = threading.Thread(target=self._watch, name="device watch", daemon=True)
+        self._thread.start()
+
+    def enqueued(self, result: jax.Array, live: float | Sequence[float] = 1.0) -> None:
+        self._calls.put((self._clock(), result, np.broadcast_to(live, len(self._busy))))
+
+    def read(self) -> tuple[float, float]:
+        """(utilisation, the same weighted by live rows) since the last call, means over devices."""
+        with self._lock:
+            now = self._clock()
+            shares = np.array([busy.read(now) for busy in self._busy])
+        return tuple(shares.mean(axis=0).tolist())
+
+    def close(self) -> None:
+        self._calls.put(None)
+        self._thread.join()
+
+    def _watch(self) -> None:
+        start = None
+        while (call := self._calls.get()) is not None:
+            enqueued, result, live = call
+            start = enqueued if start is None else start
+            try:
+                jax.block_until_ready(result)
+            except RuntimeError:
+                continue  # donated: whatever took it is in the queue behind it
+            with self._lock:
+                end = self._clock()
+                for busy, share in zip(self._busy, live.tolist(), strict=True):
+                    busy.add(start, end, share)
+            start = None

@@ -57,7 +57,8 @@ def prefixes(agents: Agents, count: int, seed: int, *, run: Callable) -> tuple[l
 
 
 def runner(agents: Agents, seed: int, check: Callable[[], None] = lambda: None) -> Callable:
-    """A function that plays attempts [(index of a held-out instance, snapshot or None)] and returns their trajectories in order.
+    """A function that plays attempts [(index of a held-out instance, snapshot or None)] and returns their trajectories,
+    in order.
 
     Every attempt has a rollout id of its own, hence random numbers of its own.
     """

@@ -27,7 +27,7 @@ class Worker:
         import dataclasses
 
         from sao_jax.runtime.devices import data_mesh
-        from sao_jax.runtime.run import make_engine, family_and_context, make_agents, random_policy
+        from sao_jax.runtime.run import family_and_context, make_agents, make_engine, random_policy
 
         self._connection = connection
         config = dataclasses.replace(config, slots=slots, devices=1)

@@ -73,6 +73,7 @@ class Workers:
       seam: called with a snapshot of an attempt under way at the end of each segment.
     """
 
+    last_result = None  # of a dispatch: what devices do is measured where they are
     last_schedule = None  # bursts of several engines have no common order to be driven again in
 
     def __init__(

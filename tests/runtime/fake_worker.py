@@ -4,6 +4,7 @@ It answers every task of the run's messages at once, or misbehaves as the file `
 for all processes, read at every task.
 """
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -11,8 +12,6 @@ import sys
 import time
 import zlib
 from multiprocessing.connection import Connection
-
-import numpy as np
 
 from sao_jax.data.trajectory import TrajectoryBuilder, save_trajectory
 from sao_jax.runtime import wire
@@ -94,8 +93,5 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
+    with contextlib.suppress(EOFError, OSError):
         main()
-    except (EOFError, OSError):
-        pass
-    assert np is not None

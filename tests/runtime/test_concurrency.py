@@ -3,12 +3,16 @@
 import dataclasses
 import heapq
 import math
+import threading
+import time
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from sao_jax.runtime.concurrency import Control, Level, Reading, decide
-from sao_jax.runtime.utilization import BusyTime
+from sao_jax.runtime.utilization import BusyTime, DeviceWatch
 
 CONTROL = Control(highest=512)
 
@@ -124,3 +128,42 @@ def test_busy_time_is_a_union_without_calls_that_have_no_live_row():
     busy.add(19.0, 22.0)  # began before this window
     assert busy.read(24.0)[0] == pytest.approx(2 / 4)
     assert math.isnan(busy.read(24.0)[0])
+
+
+def test_the_watch_sees_when_calls_end_and_takes_donated_results():
+    watch = DeviceWatch(2)
+    try:
+        add = jax.jit(lambda x: x + 1, donate_argnums=0)
+        x = jnp.zeros(1000)
+        watch.read()
+        for _ in range(5):
+            x = add(x)
+            watch.enqueued(x, [1.0, 0.0])  # all but the last are donated
+        jax.block_until_ready(x)
+        deadline = time.monotonic() + 10
+        while (shares := watch.read())[0] == 0.0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert 0.0 < shares[0] < 0.5, "one of two devices had live rows"
+        assert shares[1] == pytest.approx(shares[0])
+    finally:
+        watch.close()
+
+
+def test_the_watch_counts_only_until_the_call_is_done():
+    now, done = [0.0], threading.Event()
+
+    class Slow:
+        def block_until_ready(self):
+            done.wait(10)
+            return self
+
+    watch = DeviceWatch(1, clock=lambda: now[0])
+    try:
+        watch.enqueued(Slow(), 0.5)
+        now[0] = 3.0
+        done.set()
+        watch.close()  # all calls have been seen
+        now[0] = 4.0
+        assert watch.read() == pytest.approx((0.75, 0.375))
+    finally:
+        watch.close()

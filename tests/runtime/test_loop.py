@@ -287,7 +287,7 @@ def test_a_prompt_that_leaves_no_room_is_dropped_with_its_reason(tmp_path, monke
         return prompt(self, problem) if problem % 3 == spared else "a" * 9 + "?"
 
     monkeypatch.setattr(Tiny, "prompt", long_or_short)
-    _, record, notes = run(tmp_path, rollouts=32)
+    _, record, notes = run(tmp_path, rollouts=16)
     assert {reason for reason, _ in record.dropped} == {"failed"}
     assert record.counts["trained"] + record.counts["dropped"] == 16
     assert any("prompt of 10 tokens in a budget of 10" in note for note in notes)

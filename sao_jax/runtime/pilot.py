@@ -1,0 +1,73 @@
+"""Measures how busy devices are during a run, and sets how many attempts are under way at once."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sao_jax.runtime.concurrency import Control, Level, Reading, decide
+from sao_jax.runtime.run import Run
+from sao_jax.runtime.utilization import DeviceWatch
+
+DECISION_S = 2.0  # between two readings
+QUEUE_UPDATES = 2.0  # a finished trajectory may wait this many times the updates that the staleness bound allows
+
+
+class Pilot:
+    """The controller of `concurrency`, with its measurements. Without `--concurrency auto` it only measures.
+
+    Attributes:
+      level: attempts that may be under way.
+    """
+
+    def __init__(self, run: Run, clock: Callable[[], float] = time.monotonic):
+        config = run.config
+        self._run, self._clock = run, clock
+        self._watch = DeviceWatch(run.mesh.size, clock)
+        self._control = None
+        self.level = Level(config.slots if config.concurrency in (None, "auto") else config.concurrency)
+        if config.concurrency == "auto":
+            self._control = Control(highest=config.slots, target=config.target_utilization)
+            self.level = Level(max(1, config.slots // 4))
+        self._updated_at: float | None = None
+        self._update_s = math.inf
+        self._decided_at = clock()
+
+    @property
+    def free(self) -> int:
+        """Attempts that may be started."""
+        return min(self._run.agents.free, int(self.level) - self._run.agents.running)
+
+    def sampled(self) -> None:
+        """A burst was enqueued."""
+        if self._run.agents.last_result is not None:
+            self._watch.enqueued(*self._run.agents.last_result)
+
+    def learned(self) -> None:
+        """Gradient calls or an update were enqueued."""
+        self._watch.enqueued(self._run.learner.last_result)
+
+    def updated(self) -> None:
+        """An update was enqueued."""
+        now = self._clock()
+        if self._updated_at is not None:
+            seconds = now - self._updated_at
+            self._update_s = seconds if math.isinf(self._update_s) else 0.8 * self._update_s + 0.2 * seconds
+        self._updated_at = now
+
+    def decide(self, room: int, queue_age_s: float) -> dict[str, Any] | None:
+        """Now and then a reading and, under --concurrency auto, a decision; as the payload of an event."""
+        if self._clock() - self._decided_at < DECISION_S:
+            return None
+        self._decided_at = self._clock()
+        utilization, weighted = self._watch.read()
+        event = {"utilization": utilization, "utilization_slots": weighted, "queue_age_s": queue_age_s, "room": room}
+        if self._control is not None:
+            limit = QUEUE_UPDATES * (self._run.config.max_staleness + 1) * self._update_s
+            control = dataclasses.replace(self._control, max_queue_age_s=limit)
+            self.level = decide(control, self.level, Reading(utilization, queue_age_s, room))
+        return event | {"concurrency": int(self.level), "reason": self.level.reason}
+
+    def close(self) -> None:
+        self._watch.close()
