@@ -101,6 +101,10 @@ class Agents:
         """Compiles all programs; returns their names."""
         return list(self.engine.warm_up(check))
 
+    def describe(self) -> list[dict]:
+        """For a person: one entry per engine."""
+        return [{"name": "this process", "running": self.running, "slots": self.engine.slots, "version": self.version}]
+
     def close(self) -> None:
         self.stop()
 

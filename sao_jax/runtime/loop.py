@@ -14,6 +14,10 @@ trajectories: `apply` is all there is to a resume or a replay.
 """
 
 import collections
+import contextlib
+import json
+import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -98,6 +102,7 @@ class Loop:
                 if decision := self._pilot.decide(self.room() + self.run.agents.running, self.metrics.oldest_wait()):
                     self._schedule.append(("concurrency", decision))
                     self.metrics.devices = decision
+                    self._write_status(decision)
                 timer.switch("store")
                 todo = self._digest(ended, idle=not live)
                 timer.switch("learn")
@@ -149,6 +154,16 @@ class Loop:
     def note_burst(self, schedule: dict | None) -> None:
         if schedule is not None:
             self._schedule.append(("burst", schedule))
+
+    def _write_status(self, decision: dict) -> None:
+        """What `experiments.status` shows; losing it loses nothing, so a full disk is not an error here."""
+        status = {"time": time.time(), "pid": os.getpid(), "version": self.run.learner.version, "updates": self.updates}
+        status |= {"waiting": self._collector.held + len(self._ready), "restarts": len(self._restarts)}
+        with contextlib.suppress(OSError):
+            text = json.dumps(status | decision | {"engines": self.run.agents.describe()})
+            temporary = self.run.folder / "status.json.tmp"
+            temporary.write_text(text)
+            temporary.replace(self.run.folder / "status.json")
 
     # ---- admission
 

@@ -178,6 +178,18 @@ class Workers:
             self.collect()
         return [f"{self._config.workers} processes of {self._slots} slots"]
 
+    def describe(self) -> list[dict]:
+        """For a person: one entry per process."""
+        now, entries = self._clock(), []
+        for p in self._processes:
+            worker = self._router.workers.get(p.name)
+            entries.append({
+                "name": p.name, "pid": p.popen.pid, "version": p.version, "slots": self._slots,
+                "running": sum(a.process is p for a in self._attempts.values()), "heard_s": now - p.heard_at,
+                "latency_s": worker.latency_s if worker else None, "failures": worker.failures if worker else 0,
+            })  # fmt: skip
+        return entries
+
     def close(self) -> None:
         """Ends all processes, by force after two seconds."""
         self._closed = True

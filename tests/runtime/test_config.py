@@ -180,7 +180,8 @@ FLOATS = [f.name for f in dataclasses.fields(RunConfig) if f.type in (float, "fl
 NEEDS = {
     "dual_clip": dict(policy_loss="ppo"), "kl_step": dict(kl="penalty"), "max_dead_groups": dict(baseline="grpo"),
     "preheat_epochs": dict(preheat_rollouts=8), "eps_low": dict(eps_high=0.2), "eps_high": dict(eps_low=0.2),
-    "env_sigma": dict(env_seconds=1.0), "target_utilization": dict(concurrency="auto"), "worker_timeout": dict(workers=1),
+    "env_sigma": dict(env_seconds=1.0), "target_utilization": dict(concurrency="auto"),
+    "worker_timeout": dict(workers=1),
 }  # fmt: skip
 
 

@@ -1,0 +1,66 @@
+"""What a run is doing now, from its folder: who does what, how old it is, what it samples with."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from sao_jax.report.text import duration, number, percent, printable
+
+SILENT_S = 15.0  # a run writes its status every two seconds; evaluations and checkpoints take longer
+
+
+def read_status(folder: Path) -> dict | None:
+    """The newest status of a run; None if it has written none."""
+    try:
+        status = json.loads((folder / "status.json").read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    return status if isinstance(status, dict) else None
+
+
+def is_alive(status: dict) -> bool:
+    """Whether the process that wrote the status is still there (on this machine)."""
+    try:
+        os.kill(int(status["pid"]), 0)
+    except (ProcessLookupError, KeyError, ValueError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def status_view(folder: Path, counts: dict, oldest: list, now: float | None = None):
+    """Tables of the status, the ledger's `counts` and its `oldest` running rollouts (id, task, attempt, start)."""
+    now = time.time() if now is None else now
+    status = read_status(folder)
+    lines = [", ".join(f"{number(v)} {k.replace('_', ' ')}" for k, v in counts.items())]
+    if status is None:
+        lines.append("no status yet: the loop has not begun")
+        return Text(printable(f"{folder}: " + "; ".join(lines)))
+    age = now - status["time"]
+    state = "ended" if not is_alive(status) else f"silent for {duration(age)}" if age > SILENT_S else "running"
+    head = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in (
+        ("run", f"{folder} ({state})"),
+        ("rollouts", lines[0]),
+        ("policy", f"version {status['version']}, {status['waiting']} finished trajectories wait"),
+        ("devices", f"busy {percent(status['utilization'])}, by slots {percent(status['utilization_slots'])}"),
+        ("concurrency", f"{status['concurrency']} ({status['reason']}), room for {status['room']}"),
+    ):
+        head.add_row(name, printable(value))
+    engines = Table("engine", "process", "running", "version", "task takes", "heard of", "failures", box=None)
+    for e in status["engines"]:
+        engines.add_row(
+            printable(e["name"]), str(e.get("pid", status["pid"])), f"{e['running']} of {e['slots']}",
+            "-" if e["version"] is None else str(e["version"]), duration(e.get("latency_s")),
+            duration(e["heard_s"] + age) + " ago" if "heard_s" in e else "-", str(e.get("failures", "-")),
+        )  # fmt: skip
+    ages = Table("oldest running rollout", "task", "attempt", "age", box=None)
+    for rollout, task, attempt, start in oldest:
+        ages.add_row(str(rollout), printable(task), str(attempt), duration(now - start))
+    return Group(head, Text(), engines, Text(), ages)
