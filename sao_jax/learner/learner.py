@@ -7,6 +7,7 @@
 The result is a function of the order of these calls and the rows alone, so a recorded order can be replayed.
 """
 
+import time
 from collections.abc import Callable
 
 import jax
@@ -19,7 +20,7 @@ from sao_jax.learner.programs import FLOAT_FIELDS, INT_FIELDS, SCALAR_FIELDS, Pr
 from sao_jax.models.config import ModelConfig
 
 
-def _nothing() -> None:
+def _nothing(*_) -> None:
     pass
 
 
@@ -59,6 +60,7 @@ class Learner:
         self._filled = self._pending = 0
         self.used_modes: set[str] = set()
         self._check: Callable[[], None] = _nothing  # called before each program; set while they are compiled
+        self.watch: Callable = _nothing  # told of every call: when it began, and one of its results
 
     # -- arrivals ------------------------------------------------------------------------------------------------
 
@@ -69,11 +71,6 @@ class Learner:
     @property
     def empty(self) -> bool:
         return self._filled == 0
-
-    @property
-    def last_result(self) -> jax.Array:
-        """Ready when all calls so far are done; the next gradient call takes it."""
-        return self._totals["sums"]["tokens"]
 
     @property
     def pending(self) -> int:
@@ -127,6 +124,7 @@ class Learner:
                     device, slot = self.layout.place(n)
                     live[device, slot - index * self.layout.rows] = True
             self._check()
+            start = time.monotonic()
             self._totals, self._buffer = program(
                 self.state,
                 self._totals,
@@ -135,15 +133,18 @@ class Learner:
                 jax.device_put(live, self._by_device),
                 self.numbers,
             )
+            self.watch(start, self._totals["sums"]["tokens"], live.mean(axis=1))
 
     # -- boundaries ----------------------------------------------------------------------------------------------
 
     def _step_critic(self):
         step = self.programs.critic_step(not self.critic_only)
         self._check()
+        start = time.monotonic()
         self.state["critic"], self.state["critic_opt"], self._totals, norm = step(
             self.state["critic"], self.state["critic_opt"], self._totals, self.numbers
         )
+        self.watch(start, norm, 1.0)
         return norm
 
     def _filled_mask(self):
@@ -176,6 +177,7 @@ class Learner:
         else:
             names = ("kl_coef", "adv_mean", "adv_sq")
             scalars = {k: self.state[k] for k in names}
+            start = time.monotonic()
             self.state["policy"], self.state["policy_opt"], scalars, self._totals, sums = self.programs.policy_step(
                 self.state["policy"],
                 self.state["policy_opt"],
@@ -185,6 +187,7 @@ class Learner:
                 self._filled_mask(),
                 self.numbers,
             )
+            self.watch(start, sums["tokens"], 1.0)
             self.state |= scalars
             self.version += 1
         self._filled = self._pending = 0

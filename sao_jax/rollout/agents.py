@@ -84,11 +84,6 @@ class Agents:
         return self.engine.last_schedule
 
     @property
-    def last_result(self) -> tuple | None:
-        """A result of the last dispatch, and the shares of live rows by device."""
-        return self.engine.last_result
-
-    @property
     def version(self) -> int:
         """Of the weights that the next burst samples with."""
         return self.engine.version
@@ -100,6 +95,10 @@ class Agents:
     def warm_up(self, check: Callable[[], None] = lambda: None) -> list[str]:
         """Compiles all programs; returns their names."""
         return list(self.engine.warm_up(check))
+
+    def watched(self, watch: Callable) -> None:
+        """`watch(start, result, live rows by device)` is told of every burst."""
+        self.engine.watch = watch
 
     def describe(self) -> list[dict]:
         """For a person: one entry per engine."""

@@ -16,6 +16,7 @@ import collections
 import dataclasses
 import functools
 import math
+import time
 from collections.abc import Callable, Sequence
 
 import jax
@@ -193,7 +194,7 @@ class Engine:
             raise ValueError(f"kv_after_swap is {kv_after_swap!r}; allowed: keep, recompute")
         self.config, self.slots, self.context, self.burst = config, slots, context, burst
         self.version, self.last_schedule = version, None
-        self.last_result = None  # of the last dispatch, and the shares of live rows by device
+        self.watch: Callable = lambda start, result, live: None  # told of every dispatch, see DeviceWatch.enqueued
         self._recompute = kv_after_swap == "recompute"
         self._stale = False  # the cache was computed with weights older than self.version
         self._devices, self._local = devices, slots // devices
@@ -330,12 +331,12 @@ class Engine:
         needed = int(np.max(np.where(live, self._position + self._ahead, 0)))
         needed = max([needed, *(end for _, end in self._chunks.values())])
         attended = next(length for length in self._lengths if length >= min(needed, self._lengths[-1]))
-        plans = self._plans()
+        plans, start = self._plans(), time.monotonic()
         for plan in plans:
             result = self._run(attended, plan)
         result.copy_to_host_async()
         self._outstanding.append((result, self.version, self._serial.copy(), live))
-        self.last_result = result, live.reshape(self._devices, self._local).mean(axis=1)
+        self.watch(start, result, live.reshape(self._devices, self._local).mean(axis=1))
         self._ahead += live * self.burst
         self.last_schedule = {"version": int(self.version), "joins": self._joins, "steps": self.burst}
         self._joins = []

@@ -98,7 +98,6 @@ class Loop:
                 live = self.run.agents.dispatch()
                 if live:
                     self.note_burst(self.run.agents.last_schedule)
-                    self._pilot.sampled()
                 if decision := self._pilot.decide(self.room() + self.run.agents.running, self.metrics.oldest_wait()):
                     self._schedule.append(("concurrency", decision))
                     self.metrics.devices = decision
@@ -108,8 +107,6 @@ class Loop:
                 timer.switch("learn")
                 for position, kind, payload in todo:
                     self.apply(position, kind, payload)
-                if todo:
-                    self._pilot.learned()
                 if self._over(live):
                     break
         finally:

@@ -33,20 +33,13 @@ class Pilot:
         self._updated_at: float | None = None
         self._update_s = math.inf
         self._decided_at = clock()
+        run.agents.watched(self._watch.enqueued)
+        run.learner.watch = self._watch.enqueued
 
     @property
     def free(self) -> int:
         """Attempts that may be started."""
         return min(self._run.agents.free, int(self.level) - self._run.agents.running)
-
-    def sampled(self) -> None:
-        """A burst was enqueued."""
-        if self._run.agents.last_result is not None:
-            self._watch.enqueued(*self._run.agents.last_result)
-
-    def learned(self) -> None:
-        """Gradient calls or an update were enqueued."""
-        self._watch.enqueued(self._run.learner.last_result)
 
     def updated(self) -> None:
         """An update was enqueued."""

@@ -42,10 +42,11 @@ class BusyTime:
 class DeviceWatch:
     """Notes when enqueued calls are done, on a thread of its own, so that nothing waits for them.
 
-        watch.enqueued(result, live)      # right after a call: one of its results, shares of live rows by device
+        watch.enqueued(start, result, live)    # after a call that began at `start`: one of its results
         utilization, weighted = watch.read()
 
-    A result may be donated to a later call before the watch has come to it; the two then count as one.
+    `live`: shares of live rows, by device. Some calls run on the calling thread, so that they are done by the time they
+    can be watched. A result may be donated to a later call before the watch has come to it; the two then count as one.
     """
 
     def __init__(self, devices: int, clock: Callable[[], float] = time.monotonic):
@@ -56,8 +57,8 @@ class DeviceWatch:
         self._thread = threading.Thread(target=self._watch, name="device watch", daemon=True)
         self._thread.start()
 
-    def enqueued(self, result: jax.Array, live: float | Sequence[float] = 1.0) -> None:
-        self._calls.put((self._clock(), result, np.broadcast_to(live, len(self._busy))))
+    def enqueued(self, start: float, result: jax.Array, live: float | Sequence[float]) -> None:
+        self._calls.put((start, result, np.broadcast_to(live, len(self._busy))))
 
     def read(self) -> tuple[float, float]:
         """(utilisation, the same weighted by live rows) since the last call, means over devices."""

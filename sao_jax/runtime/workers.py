@@ -73,7 +73,6 @@ class Workers:
       seam: called with a snapshot of an attempt under way at the end of each segment.
     """
 
-    last_result = None  # of a dispatch: what devices do is measured where they are
     last_schedule = None  # bursts of several engines have no common order to be driven again in
 
     def __init__(
@@ -177,6 +176,9 @@ class Workers:
             check()
             self.collect()
         return [f"{self._config.workers} processes of {self._slots} slots"]
+
+    def watched(self, watch: Callable) -> None:
+        """What other processes' devices do is measured there."""
 
     def describe(self) -> list[dict]:
         """For a person: one entry per process."""

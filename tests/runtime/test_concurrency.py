@@ -137,8 +137,9 @@ def test_the_watch_sees_when_calls_end_and_takes_donated_results():
         x = jnp.zeros(1000)
         watch.read()
         for _ in range(5):
+            start = time.monotonic()
             x = add(x)
-            watch.enqueued(x, [1.0, 0.0])  # all but the last are donated
+            watch.enqueued(start, x, [1.0, 0.0])  # all but the last are donated
         jax.block_until_ready(x)
         deadline = time.monotonic() + 10
         while (shares := watch.read())[0] == 0.0 and time.monotonic() < deadline:
@@ -159,7 +160,7 @@ def test_the_watch_counts_only_until_the_call_is_done():
 
     watch = DeviceWatch(1, clock=lambda: now[0])
     try:
-        watch.enqueued(Slow(), 0.5)
+        watch.enqueued(0.0, Slow(), 0.5)
         now[0] = 3.0
         done.set()
         watch.close()  # all calls have been seen
