@@ -98,6 +98,10 @@ def read_cell(folder: Path, method: str, point: Mapping[str, Any], seed: int, er
     x, y = series(held_out, "eval/success", "sampled")
     _, clock = series(held_out, "clock_s", "sampled")
     updates = of_stage(run.metrics, "rl")
+    paid, begun = (run.config or {}).get("preheat_rollouts"), values(updates[:1], "clock_s")
+    if paid and len(begun) and len(x) and x[0] == 0:
+        # Preheating fits the critic alone: until the first update the policy is the one it was.
+        x, clock, y = np.insert(x, 1, paid), np.insert(clock, 1, begun[0]), np.insert(y, 1, y[0])
     cell = Cell(method, point, seed, error, x, clock, y, int(held_out[-1]["eval/n"]) if held_out else 0)
     if not error and not (folder / "evaluation.json").exists():
         cell = dataclasses.replace(cell, error="not finished")
