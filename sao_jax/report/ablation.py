@@ -62,6 +62,11 @@ class Cell:
         return float(self.success[-1]) if len(self.success) else math.nan
 
     @property
+    def has_curve(self) -> bool:
+        """Whether there is more than a start and an end; the level while preheating is no measurement."""
+        return int(np.count_nonzero(np.diff(self.success))) > 1
+
+    @property
     def area(self) -> float:
         """Mean height of the curve over the rollouts."""
         if len(self.success) < 2:
@@ -181,7 +186,7 @@ def summary(cells: Sequence[Cell], reference: str, budget: str = "both") -> str:
     """The comparison as Markdown."""
     table = rows(cells, reference)
     out = []
-    has_curves = any(len(c.success) > 2 for c in cells)
+    has_curves = any(c.has_curve for c in cells)
     if has_curves and budget in ("rollouts", "both"):
         head = (
             "method", "seeds", "held-out success", "area under curve", f"rollouts to {NEAR:.0%} of {reference}'s",
@@ -296,7 +301,7 @@ def write(folder: Path, cells: Sequence[Cell], *, reference: str, budget: str = 
         paths.append(write_whole(folder / "clock.png", png(clock_ratios(cells, reference))))
     elif all(c.point for c in cells):
         paths.append(write_whole(folder / "sweep.png", png(sweep(cells))))
-    elif any(len(c.success) > 2 for c in cells):
+    elif any(c.has_curve for c in cells):
         paths.append(write_whole(folder / "curves.png", png(curves(cells))))
     return paths
 
@@ -343,8 +348,8 @@ def sweep(cells: Sequence[Cell]) -> Figure:
     columns = sorted({tuple(c.point[o] for o in others) for c in cells}) or [()]
     methods = list(dict.fromkeys(c.method for c in cells))
     figures: dict[str, Callable[[Cell], float]] = {
-        "held-out success" if any(len(c.success) > 2 for c in cells) else "success in training": (
-            lambda c: c.final if len(c.success) > 2 else c.training
+        "held-out success" if any(c.has_curve for c in cells) else "success in training": (
+            lambda c: c.final if c.has_curve else c.training
         ),
         "effective sample size": lambda c: c.health["ess"],
         "tokens outside the band": lambda c: c.health["masked"],
