@@ -137,5 +137,12 @@ PRESETS: Mapping[str, Preset] = {
         grid={"lr": (1e-4, 3e-4, 1e-3, 3e-3)},
         flags=dict(eval_every=0, eval_tasks=16),
     ),
+    "tune-critic": Preset(
+        ("sao",),
+        seeds=2,
+        grid={"critic_lr": (4.5e-4, 1.5e-3, 5e-3)},
+        flags=dict(eval_every=0, eval_tasks=16),
+        reference="sao",
+    ),
 }  # fmt: skip
-FIRST_SEED = {"tune": 1000}
+FIRST_SEED = {"tune": 1000, "tune-critic": 1000}

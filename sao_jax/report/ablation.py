@@ -62,6 +62,11 @@ class Cell:
         return float(self.success[-1]) if len(self.success) else math.nan
 
     @property
+    def has_curve(self) -> bool:
+        """Whether there is more than a start and an end; the level while preheating is no measurement."""
+        return int(np.count_nonzero(np.diff(self.success))) > 1
+
+    @property
     def area(self) -> float:
         """Mean height of the curve over the rollouts."""
         if len(self.success) < 2:
@@ -98,6 +103,10 @@ def read_cell(folder: Path, method: str, point: Mapping[str, Any], seed: int, er
     x, y = series(held_out, "eval/success", "sampled")
     _, clock = series(held_out, "clock_s", "sampled")
     updates = of_stage(run.metrics, "rl")
+    paid, begun = (run.config or {}).get("preheat_rollouts"), values(updates[:1], "clock_s")
+    if paid and len(begun) and len(x) and x[0] == 0:
+        # Preheating fits the critic alone: until the first update the policy is the one it was.
+        x, clock, y = np.insert(x, 1, paid), np.insert(clock, 1, begun[0]), np.insert(y, 1, y[0])
     cell = Cell(method, point, seed, error, x, clock, y, int(held_out[-1]["eval/n"]) if held_out else 0)
     if not error and not (folder / "evaluation.json").exists():
         cell = dataclasses.replace(cell, error="not finished")
@@ -177,7 +186,7 @@ def summary(cells: Sequence[Cell], reference: str, budget: str = "both") -> str:
     """The comparison as Markdown."""
     table = rows(cells, reference)
     out = []
-    has_curves = any(len(c.success) > 2 for c in cells)
+    has_curves = any(c.has_curve for c in cells)
     if has_curves and budget in ("rollouts", "both"):
         head = (
             "method", "seeds", "held-out success", "area under curve", f"rollouts to {NEAR:.0%} of {reference}'s",
@@ -292,7 +301,7 @@ def write(folder: Path, cells: Sequence[Cell], *, reference: str, budget: str = 
         paths.append(write_whole(folder / "clock.png", png(clock_ratios(cells, reference))))
     elif all(c.point for c in cells):
         paths.append(write_whole(folder / "sweep.png", png(sweep(cells))))
-    elif any(len(c.success) > 2 for c in cells):
+    elif any(c.has_curve for c in cells):
         paths.append(write_whole(folder / "curves.png", png(curves(cells))))
     return paths
 
@@ -339,8 +348,8 @@ def sweep(cells: Sequence[Cell]) -> Figure:
     columns = sorted({tuple(c.point[o] for o in others) for c in cells}) or [()]
     methods = list(dict.fromkeys(c.method for c in cells))
     figures: dict[str, Callable[[Cell], float]] = {
-        "held-out success" if any(len(c.success) > 2 for c in cells) else "success in training": (
-            lambda c: c.final if len(c.success) > 2 else c.training
+        "held-out success" if any(c.has_curve for c in cells) else "success in training": (
+            lambda c: c.final if c.has_curve else c.training
         ),
         "effective sample size": lambda c: c.health["ess"],
         "tokens outside the band": lambda c: c.health["masked"],

@@ -36,7 +36,7 @@ def test_every_cell_is_a_configuration_without_idle_options(name, quick):
 
 def test_every_method_belongs_to_a_preset_and_every_preset_has_its_reference():
     assert set(METHODS) == {m for p in PRESETS.values() for m in p.methods}
-    assert all(p.reference in p.methods for p in PRESETS.values() if p is not PRESETS["tune"])
+    assert all(p.reference in p.methods for p in PRESETS.values())
 
 
 def names(name, **options):
@@ -188,3 +188,20 @@ def test_a_claims_record_has_its_keys_and_is_json(tmp_path):
     assert 15 < line["effect"] < 85
     assert line["interval"] == [None, None]
     assert "`action-only`" in claims.table(tmp_path, quick=True)
+
+
+def test_preheating_is_paid_for_before_the_policy_moves(tmp_path):
+    lines = [
+        {"stage": "eval", "step": 0, "clock_s": 1.0, "sampled": 0, "eval/success": 0.3, "eval/n": 64},
+        {"stage": "rl", "step": 1, "clock_s": 9.0},
+        {"stage": "eval", "step": 8, "clock_s": 20.0, "sampled": 1024, "eval/success": 0.5, "eval/n": 64},
+        {"stage": "eval", "step": 8, "clock_s": 20.0, "sampled": 1024, "eval/success": 0.9, "eval/greedy": True},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "evaluation.json").write_text("{}")
+    for preheat, expected in ((512, [0, 512, 1024]), (None, [0, 1024])):
+        (tmp_path / "config.json").write_text(json.dumps({"preheat_rollouts": preheat}))
+        c = ablation.read_cell(tmp_path, "sao", {}, 0)
+        assert c.rollouts.tolist() == expected
+        assert c.success.tolist() == [0.3] * (len(expected) - 1) + [0.5]
+        assert c.clock.tolist()[-2:] == [9.0 if preheat else 1.0, 20.0]
