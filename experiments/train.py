@@ -29,6 +29,8 @@ class Flags(RunConfig):
     """With --replay: also sample every token again and compare ids and log-probs."""
     tensorboard: bool = False
     """Also write TensorBoard events (needs the package tensorboardX)."""
+    trace: bool = False
+    """Also write trace.json, what the host and the devices did when, for ui.perfetto.dev."""
 
 
 def main(stop) -> None:
@@ -47,8 +49,9 @@ def main(stop) -> None:
         raise ValueError(f"{names}: a run is continued or replayed with the flags it was started with")
     if flags.resume and flags.run_dir:
         raise ValueError("--run-dir has no effect with --resume, which names the folder")
-    if flags.replay and flags.tensorboard:
-        raise ValueError("--tensorboard has no effect with --replay")
+    for name in ("tensorboard", "trace"):
+        if flags.replay and getattr(flags, name):
+            raise ValueError(f"--{name} has no effect with --replay")
 
     from sao_jax.runtime.devices import prepare_backend
 
@@ -88,7 +91,13 @@ def main(stop) -> None:
             from sao_jax.runtime.train import train
 
             figures = train(
-                config, folder, display, resume=bool(flags.resume), tensorboard=flags.tensorboard, check=stop.check
+                config,
+                folder,
+                display,
+                resume=bool(flags.resume),
+                tensorboard=flags.tensorboard,
+                trace=flags.trace,
+                check=stop.check,
             )
     if flags.replay:
         print("\n".join(f"{name}: {value}" for name, value in figures.items()))

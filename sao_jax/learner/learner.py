@@ -133,7 +133,7 @@ class Learner:
                 jax.device_put(live, self._by_device),
                 self.numbers,
             )
-            self.watch(start, self._totals["sums"]["tokens"], live.mean(axis=1))
+            self.watch(start, self._totals["sums"]["tokens"], live.mean(axis=1), f"gradient {mode}")
 
     # -- boundaries ----------------------------------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class Learner:
         self.state["critic"], self.state["critic_opt"], self._totals, norm = step(
             self.state["critic"], self.state["critic_opt"], self._totals, self.numbers
         )
-        self.watch(start, norm, 1.0)
+        self.watch(start, norm, 1.0, "critic step")
         return norm
 
     def _filled_mask(self):
@@ -187,7 +187,7 @@ class Learner:
                 self._filled_mask(),
                 self.numbers,
             )
-            self.watch(start, sums["tokens"], 1.0)
+            self.watch(start, sums["tokens"], 1.0, "policy step")
             self.state |= scalars
             self.version += 1
         self._filled = self._pending = 0

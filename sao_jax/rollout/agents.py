@@ -97,7 +97,7 @@ class Agents:
         return list(self.engine.warm_up(check))
 
     def watched(self, watch: Callable) -> None:
-        """`watch(start, result, live rows by device)` is told of every burst."""
+        """`watch(start, result, live rows by device, name)` is told of every burst."""
         self.engine.watch = watch
 
     def describe(self) -> list[dict]:

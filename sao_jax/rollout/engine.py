@@ -194,7 +194,7 @@ class Engine:
             raise ValueError(f"kv_after_swap is {kv_after_swap!r}; allowed: keep, recompute")
         self.config, self.slots, self.context, self.burst = config, slots, context, burst
         self.version, self.last_schedule = version, None
-        self.watch: Callable = lambda start, result, live: None  # told of every dispatch, see DeviceWatch.enqueued
+        self.watch: Callable = lambda start, result, live, name: None  # see DeviceWatch
         self._recompute = kv_after_swap == "recompute"
         self._stale = False  # the cache was computed with weights older than self.version
         self._devices, self._local = devices, slots // devices
@@ -336,7 +336,7 @@ class Engine:
             result = self._run(attended, plan)
         result.copy_to_host_async()
         self._outstanding.append((result, self.version, self._serial.copy(), live))
-        self.watch(start, result, live.reshape(self._devices, self._local).mean(axis=1))
+        self.watch(start, result, live.reshape(self._devices, self._local).mean(axis=1), "burst")
         self._ahead += live * self.burst
         self.last_schedule = {"version": int(self.version), "joins": self._joins, "steps": self.burst}
         self._joins = []

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from sao_jax.runtime.trace import Trace
+
 
 class MetricsLog:
     """Appends lines {"step": ..., "time": ..., name: value, ...} and flushes each.
@@ -87,8 +89,8 @@ class StageTimer:
     place. Outside of both runs "other".
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter):
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = time.monotonic, trace: Trace | None = None):
+        self._clock, self._trace = clock, trace
         self._stage = "other"
         self._since = clock()
         self._seconds: dict[str, float] = {}
@@ -96,6 +98,8 @@ class StageTimer:
     def switch(self, stage: str) -> str:
         """Starts `stage`, returns the one that it ends."""
         now, previous = self._clock(), self._stage
+        if self._trace is not None and now - self._since > 1e-5:
+            self._trace.add(previous, "host loop", self._since, now)
         self._seconds[previous] = self._seconds.get(previous, 0.0) + now - self._since
         self._stage, self._since = stage, now
         return previous

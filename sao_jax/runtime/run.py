@@ -28,6 +28,7 @@ from sao_jax.runtime.evaluation import FIRST_ID
 from sao_jax.runtime.fingerprint import differences, fingerprint
 from sao_jax.runtime.ledger import Ledger, LedgerError
 from sao_jax.runtime.metrics import MetricsLog, StageTimer, require_tensorboard
+from sao_jax.runtime.trace import Trace
 from sao_jax.runtime.warm_start import check_demonstrations
 from sao_jax.runtime.workers import Workers
 
@@ -53,6 +54,7 @@ class Run:
     compiles: CompileCounter
     clock: Clock
     timer: StageTimer = dataclasses.field(default_factory=StageTimer)
+    trace: Trace | None = None
     started: float = dataclasses.field(default_factory=time.monotonic)
 
     def seconds(self) -> float:
@@ -69,8 +71,9 @@ class Run:
         return load_trajectory(self.store.read(Location(**self.ledger.rollout(rollout).location)))
 
     def close(self) -> None:
-        for part in (self.checkpoints, self.log, self.store, self.ledger):
-            part.close()
+        for part in (self.checkpoints, self.log, self.store, self.ledger, self.trace):
+            if part is not None:
+                part.close()
 
 
 def family_and_context(config: RunConfig) -> tuple[TaskFamily, int]:
@@ -167,6 +170,7 @@ def open_run(
     *,
     resume: bool,
     tensorboard: bool = False,
+    trace: bool = False,
     source: pathlib.Path | None = None,
 ) -> Run:
     """Makes a new run folder, or continues one whose `config.json` says `config`.
@@ -223,7 +227,24 @@ def open_run(
         tensorboard=folder / "tensorboard" if tensorboard else None,
     )
     _check_fingerprint(folder)
-    return Run(config, folder, family, context, mesh, learner, agents, store, ledger, checkpoints, log, compiles, clock)
+    written = Trace(folder / "trace.json") if trace else None
+    return Run(
+        config,
+        folder,
+        family,
+        context,
+        mesh,
+        learner,
+        agents,
+        store,
+        ledger,
+        checkpoints,
+        log,
+        compiles,
+        clock,
+        timer=StageTimer(trace=written),
+        trace=written,
+    )
 
 
 def _check_fingerprint(folder: pathlib.Path) -> None:

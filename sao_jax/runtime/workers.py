@@ -24,6 +24,7 @@ from sao_jax.rollout.agents import Failure
 from sao_jax.runtime import wire
 from sao_jax.runtime.config import RunConfig
 from sao_jax.runtime.router import Router
+from sao_jax.runtime.trace import Trace
 from sao_jax.runtime.weights import save_weights
 
 COMMAND = (sys.executable, "-m", "sao_jax.runtime.worker")
@@ -88,6 +89,7 @@ class Workers:
     ):
         self.family, self.version = family, 0
         self.seam: Callable[[Trajectory], None] | None = None
+        self.trace: Trace | None = None
         self._config, self._context, self._folder = config, context, folder
         self.note, self._clock, self._arguments = note, clock, arguments
         self._slots = -(-config.slots // config.workers)
@@ -318,6 +320,8 @@ class Workers:
             return
         del self._attempts[t.rollout]
         self._router.ended(process.name, self._clock() - started_at, self._clock())
+        if self.trace is not None:
+            self.trace.add(t.task, f"worker {process.name}", started_at, self._clock(), rollout=t.rollout)
         self._ended.append(t)
 
     def _checked(self, t: Trajectory) -> Trajectory:
