@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from experiments._ablations import BASE, METHODS, PRESETS
+from experiments._claims_runtime import hot_spots, scheduling_latency
 from experiments.ablate import Flags as AblateFlags
 from experiments.ablate import compare, finish_run, warm_flags, warm_folder
 from sao_jax.report import ablation
@@ -285,6 +286,10 @@ def _must(error: str) -> None:
         raise ValueError(error)
 
 
+def _runtime(measure: Callable[..., dict[str, Any]]) -> Callable[..., Measured]:
+    return lambda *arguments: Measured(**measure(*arguments))
+
+
 CLAIMS: dict[str, Claim] = {
     "value-error": Claim("error of the value estimate", 6.3, 18.7, 100 * (1 - 6.3 / 18.7), "% less error", value_error),
     "steps-to-accuracy": Claim("rollouts to the same accuracy", None, None, 58.0, "% fewer", steps_to_accuracy),
@@ -294,6 +299,10 @@ CLAIMS: dict[str, Claim] = {
     "preheating": Claim("preheating the value model speeds up convergence", None, None, 0.0, "% fewer", preheating),
     "kl-bound": Claim("KL(rollout || new) at or under 0.05", 100.0, None, 100.0, "% of updates", kl_bound),
     "action-only": Claim("computation of head, loss and recursion", None, None, 40.0, "% less", action_only),
+    "scheduling-latency": Claim(
+        "99 % quantile from task ready to started", 3.0, 12.0, 4.0, "times shorter", _runtime(scheduling_latency)
+    ),
+    "hot-spots": Claim("device time above its limit, simulated", None, None, 0.0, "% less", _runtime(hot_spots)),
     "update-latency": Claim("from minutes to seconds", None, None, 60.0, "times shorter", update_latency),
 }  # fmt: skip
 
