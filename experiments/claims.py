@@ -42,7 +42,7 @@ def main(stop) -> None:
         for name, claim in CLAIMS.items():
             reported = "" if claim.reported is None else f" ({claim.reported:g}"
             reported += "" if claim.reported_baseline is None else f" against {claim.reported_baseline:g}"
-            print(f"{name:18}{claim.text}: {claim.effect:.3g} {claim.unit}{reported}{')' if reported else ''}")
+            print(f"{name:20}{claim.text}: {claim.effect:.3g} {claim.unit}{reported}{')' if reported else ''}")
         return
     if flags.results == "":
         raise ValueError("--results is empty")
