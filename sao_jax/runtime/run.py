@@ -129,10 +129,16 @@ def make_clock(config: RunConfig, mesh: jax.sharding.Mesh) -> Clock:
 
 
 def simulated_seconds(config: RunConfig, rollout: int, task: str) -> float:
-    """Time an environment takes over an action: lognormal, a function of run seed and task. Evaluations are exempt."""
+    """Time an environment takes over an action: lognormal, a function of run seed, task and the member of its group.
+
+    Members of a group draw their own, or no group would ever wait for its slowest; the first one's is that of a method
+    without groups. Evaluations are exempt.
+    """
     if rollout >= FIRST_ID:
         return 0.0
-    return config.env_seconds * math.exp(config.env_sigma * random.Random(f"{config.seed}/{task}").gauss(0.0, 1.0))
+    member = rollout % config.n_samples_per_prompt
+    rng = random.Random(f"{config.seed}/{task}" + (f"/{member}" if member else ""))
+    return config.env_seconds * math.exp(config.env_sigma * rng.gauss(0.0, 1.0))
 
 
 def restored_state(folder: pathlib.Path, learner: Learner) -> tuple[dict, int]:
