@@ -244,6 +244,8 @@ def _check_fingerprint(folder: pathlib.Path) -> None:
 def check_task(config: RunConfig, family: TaskFamily, context: int) -> None:
     """Raises ValueError for flags without effect on this task, and if prompts or demonstrations do not fit."""
     if not family.fast:
+        if config.clock == "cpu":
+            raise ValueError(f"--clock cpu does not count what the environments of task {family.name!r} take")
         return  # its environments may take long, or hang: prompts that do not fit are dropped when they come
     for name in ("env_workers", "env_timeout"):
         if getattr(config, name) != getattr(RunConfig, name):

@@ -72,7 +72,7 @@ def cell(method, seed, success, clock=(0, 10, 20, 30), **options):
     health = dict.fromkeys(ablation.HEALTH, 0.5)
     return Cell(
         method, {}, seed, rollouts=100.0 * np.arange(n), clock=np.array(clock[:n], float),
-        success=np.array(success), n=64, health=health, **options,
+        success=np.array(success), n=64, measured=n, health=health, **options,
     )  # fmt: skip
 
 
@@ -81,15 +81,24 @@ def test_figures_of_a_curve():
     assert c.final == 0.8
     assert c.area == pytest.approx((0.4 + 0.5 + 0.6) / 3)
     assert c.at(15) == pytest.approx(0.5)
-    assert c.reaches(0.6) == 300, "one evaluation above the level is not enough, unless it is the last"
-    assert c.reaches(0.4) == 100
+    assert c.reaches(0.6) == pytest.approx(250), "one evaluation above is not enough, unless it is the last"
+    assert c.reaches(0.4) == pytest.approx(50)
+    assert c.reaches(0.4, "clock") == pytest.approx(5)
+    assert c.reaches(0.1) == 0
     assert c.reaches(0.9) is None
     assert c.fell_at is None
 
 
 @pytest.mark.parametrize(
     ("success", "fell"),
-    [([0.3, 0.8, 0.39, 0.2], 2), ([0.3, 0.8, 0.3, 0.41], None), ([0.9, 0.5, 0.44, 0.44], 2), ([0.0, 0.0], None)],
+    [
+        ([0.3, 0.8, 0.39, 0.2], 2),
+        ([0.3, 0.8, 0.3, 0.41], None),
+        ([0.9, 0.5, 0.44, 0.44], 2),
+        ([0.0, 0.0], None),
+        ([0.9, 0.0], None),
+        ([0.4, 0.0, 0.0, 0.0], 1),
+    ],
 )
 def test_a_collapse_is_a_fall_under_half_of_the_best_that_lasts(success, fell):
     assert cell("a", 0, success).fell_at == fell
@@ -103,8 +112,9 @@ def test_effects_are_paired_by_seed_and_censored_runs_count():
     assert table["sao"]["clock_ratio"] == pytest.approx((0.5, 0.5, 0.5))
     assert table["sao"]["level"] == pytest.approx(0.95 * 0.7)
     assert (table["sao"]["reached"], table["sao"]["seeds"]) == (3, 4)
-    assert table["sao"]["steps"] == 200
-    assert (table["grpo"]["reached"], table["grpo"]["steps"]) == (2, 300)
+    assert table["sao"]["steps"] == pytest.approx(100 + 100 * 0.165 / 0.2)
+    assert table["grpo"]["reached"] == 2
+    assert table["grpo"]["steps"] == pytest.approx(200 + 100 * 0.165 / 0.2)
     assert table["grpo"]["equal_clock"] == 30
     assert table["grpo"]["at_clock"][0] == pytest.approx(0.45)
     assert "effect" not in table["grpo"]
@@ -190,18 +200,56 @@ def test_a_claims_record_has_its_keys_and_is_json(tmp_path):
     assert "`action-only`" in claims.table(tmp_path, quick=True)
 
 
-def test_preheating_is_paid_for_before_the_policy_moves(tmp_path):
-    lines = [
-        {"stage": "eval", "step": 0, "clock_s": 1.0, "sampled": 0, "eval/success": 0.3, "eval/n": 64},
-        {"stage": "rl", "step": 1, "clock_s": 9.0},
-        {"stage": "eval", "step": 8, "clock_s": 20.0, "sampled": 1024, "eval/success": 0.5, "eval/n": 64},
-        {"stage": "eval", "step": 8, "clock_s": 20.0, "sampled": 1024, "eval/success": 0.9, "eval/greedy": True},
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "evaluation.json").write_text("{}")
-    for preheat, expected in ((512, [0, 512, 1024]), (None, [0, 1024])):
-        (tmp_path / "config.json").write_text(json.dumps({"preheat_rollouts": preheat}))
-        c = ablation.read_cell(tmp_path, "sao", {}, 0)
-        assert c.rollouts.tolist() == expected
-        assert c.success.tolist() == [0.3] * (len(expected) - 1) + [0.5]
-        assert c.clock.tolist()[-2:] == [9.0 if preheat else 1.0, 20.0]
+def line(stage, step, **keys):
+    return {"stage": stage, "step": step, "version": step, **keys}
+
+
+def evaluation(step, clock, sampled, success, **keys):
+    return line("eval", step, clock_s=clock, sampled=sampled, **{"eval/success": success, "eval/n": 64}, **keys)
+
+
+def read(folder, lines, **config):
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    (folder / "evaluation.json").write_text("{}")
+    (folder / "config.json").write_text(json.dumps(config))
+    return ablation.read_cell(folder, "sao", {}, 0)
+
+
+@pytest.mark.parametrize(
+    ("config", "before", "paid"),
+    [(dict(preheat_rollouts=512), [line("preheat", 0, clock_s=8.0)], 512), (dict(preheat_rollouts=512), [], 512),
+     (dict(preheat_rollouts=0), [line("critic_only", 0, clock_s=8.0, rollouts=256)], 256), ({}, [], None)],
+)  # fmt: skip
+def test_what_the_critic_costs_is_paid_before_the_policy_moves(tmp_path, config, before, paid):
+    lines = [evaluation(0, 1.0, 0, 0.3), *before, line("rl", 1, clock_s=9.0), evaluation(8, 20.0, 1024, 0.5),
+             evaluation(8, 20.0, 1024, 0.9, **{"eval/greedy": True})]  # fmt: skip
+    c = read(tmp_path, lines, **config)
+    assert c.rollouts.tolist() == ([0, paid, 1024] if paid else [0, 1024])
+    assert c.success.tolist() == ([0.3, 0.3, 0.5] if paid else [0.3, 0.5])
+    assert c.clock.tolist()[1] == (8.0 if before else 9.0 if paid else 20.0)
+    assert not c.has_curve, "the level is no measurement"
+
+
+def test_weights_that_were_evaluated_twice_count_once(tmp_path):
+    lines = [evaluation(0, 1.0, 0, 0.3), evaluation(0, 0.5, 263, 0.4), evaluation(8, 20.0, 640, 0.5)]
+    assert read(tmp_path, lines, preheat_rollouts=512).rollouts.tolist() == [0, 640]
+    c = read(tmp_path, [*lines[:2], line("rl", 1, clock_s=9.0), lines[2]], preheat_rollouts=512)
+    assert c.rollouts.tolist() == [0, 512, 640]
+    assert c.clock.tolist() == [1.0, 9.0, 20.0]
+
+
+def test_the_wait_for_the_last_stragglers_is_left_out(tmp_path):
+    updates = [line("rl", i, clock_s=2.0 * i) for i in range(1, 16)] + [line("rl", 16, clock_s=90.0)]
+    c = read(tmp_path, [evaluation(0, 0.0, 0, 0.3), *updates, evaluation(16, 91.0, 1024, 0.5)])
+    assert c.clock.tolist() == [0.0, 32.0], "14 updates took 28 s, so 16 take 32 s"
+    level = line("preheat", 0, clock_s=10.0)
+    updates = [line("rl", i, clock_s=10 + 2.0 * i) for i in range(1, 17)]
+    c = read(tmp_path, [evaluation(0, 0.0, 0, 0.3), level, *updates, evaluation(16, 50.0, 1024, 0.5)],
+             preheat_rollouts=512)  # fmt: skip
+    assert c.clock.tolist() == [0.0, 10.0, 42.0]
+
+
+def test_a_ratio_that_cannot_be_had_is_left_out(tmp_path):
+    made = (("grpo", 0.0, ""), ("sao", 0.0, ""), ("grpo", 2.0, ""), ("sao", 2.0, "failed"))
+    runs = [dataclasses.replace(cell(m, 0, [0.2, 0.6]), point={"env_sigma": s}, error=e) for m, s, e in made]
+    assert "clock.png" in [p.name for p in ablation.write(tmp_path, runs, reference="grpo")]
