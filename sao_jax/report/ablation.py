@@ -284,6 +284,18 @@ def runs_csv(cells: Sequence[Cell]) -> str:
     return out.getvalue()
 
 
+def has_more(path: Path, cells: Sequence[Cell]) -> bool:
+    """Whether a `runs.csv` tells of finished runs that are not among `cells`."""
+    if not path.exists():
+        return False
+    with path.open(newline="") as file:
+        lines = [line for line in csv.DictReader(file) if not line["error"]]
+    names = list(lines[0]) if lines else []
+    points = names[1 : names.index("seed")] if lines else []
+    there = {(c.method, *(str(c.point.get(k, "")) for k in points), str(c.seed)) for c in cells if not c.error}
+    return any((x["method"], *(x[k] for k in points), x["seed"]) not in there for x in lines)
+
+
 def curves_csv(cells: Sequence[Cell]) -> str:
     """One line per held-out evaluation, so that the curves can be drawn again without the run folders."""
     out = io.StringIO()
