@@ -36,7 +36,7 @@ from sao_jax.envs.registry import make_family
 from sao_jax.runtime.config import RunConfig
 
 COMMAND = (sys.executable, "-m", "experiments.train")
-MOST_SEEDS = 100  # that are looked for
+MOST_SEEDS = 100
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
@@ -206,12 +206,12 @@ class Plan:
     def has(self, cell: Cell, file: str = "evaluation.json") -> bool:
         return (self.folder(cell) / file).exists()
 
-    def others(self) -> list[Cell]:
-        """Finished cells of the preset that are not asked for this time: other methods, further seeds."""
-        preset = PRESETS[self.name]
+    def there(self) -> list[Cell]:
+        """The cells asked for, and finished ones of the preset beside them: other methods, further seeds."""
+        preset, asked = PRESETS[self.name], set(self.todo)
         methods = tuple(dict.fromkeys((*preset.methods, *(c.method for c in self.todo))))
-        could_be = set(cells(preset, methods, MOST_SEEDS, FIRST_SEED.get(self.name, 0))) - set(self.todo)
-        return [c for c in could_be if self.has(c) and same_run(self.folder(c), self.wanted(c))]
+        possible = cells(preset, methods, MOST_SEEDS, FIRST_SEED.get(self.name, 0))
+        return [c for c in possible if c in asked or (self.has(c) and same_run(self.folder(c), self.wanted(c)))]
 
 
 def plan(name: str, flags: Flags) -> Plan:
@@ -222,6 +222,8 @@ def plan(name: str, flags: Flags) -> Plan:
         raise ValueError(f"unknown method {unknown[0]!r}; allowed: {', '.join(METHODS)}")
     budget = flags.rollouts or (768 if flags.quick else preset.budget)
     seeds = flags.seeds or (2 if flags.quick else preset.seeds)
+    if seeds > MOST_SEEDS:
+        raise ValueError(f"--seeds is {seeds}; it must be at most {MOST_SEEDS}")
     todo = tuple(cells(preset, methods, seeds, FIRST_SEED.get(name, 0)))
     made = Plan(name, flags, budget, todo, 1)
     for cell in todo:
@@ -247,10 +249,9 @@ def compare(made: Plan, check: Callable[[], None]) -> list:
     preset, flags = PRESETS[made.name], made.flags
     with only_one(made.results):
         errors = _run_cells(made, check)
-        order = [*made.todo, *made.others()]
         found = {
             c: ablation.read_cell(made.folder(c), c.method, dict(c.point), c.seed, errors.get(c, ""))
-            for c in sorted(order, key=lambda c: (c.seed, c.name))
+            for c in made.there()
         }
         own_budget = 768 if flags.quick else preset.budget
         name = made.name + "-quick" * flags.quick + (f"-{made.budget}" if made.budget != own_budget else "")
