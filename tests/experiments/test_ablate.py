@@ -371,7 +371,8 @@ def test_each_run_has_a_core_of_its_own(command, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [(["--jobs", "0"], "--jobs is 0"), (["--jobs", "99"], "each run has a core to itself"),
-     (["--seeds", "0"], "--seeds is 0"), (["--methods", "nonsense"], "unknown method 'nonsense'"), (["--preset", "nonsense"], "unknown preset"),
+     (["--seeds", "0"], "--seeds is 0"), (["--methods", "nonsense"], "unknown method 'nonsense'"),
+     (["--preset", "nonsense"], "unknown preset"),
      (["--rollouts", "300"], "leaves none after preheating"), (["--methods", ""], "--methods is empty"),
      (["--preset", "contest", "--jobs", "2"], "its runs go one by one"),
      (["--preset", "all", "--methods", "grpo"], "critic-lr has no effect")],
