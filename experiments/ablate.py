@@ -36,7 +36,6 @@ from sao_jax.envs.registry import make_family
 from sao_jax.runtime.config import RunConfig
 
 COMMAND = (sys.executable, "-m", "experiments.train")
-MOST_SEEDS = 100
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
@@ -207,10 +206,11 @@ class Plan:
         return (self.folder(cell) / file).exists()
 
     def there(self) -> list[Cell]:
-        """The cells asked for, and finished ones of the preset beside them: other methods, further seeds."""
+        """The cells asked for, and finished ones of the preset beside them: other methods, the preset's seeds."""
         preset, asked = PRESETS[self.name], set(self.todo)
         methods = tuple(dict.fromkeys((*preset.methods, *(c.method for c in self.todo))))
-        possible = cells(preset, methods, MOST_SEEDS, FIRST_SEED.get(self.name, 0))
+        seeds = max(preset.seeds, len({c.seed for c in self.todo}))
+        possible = cells(preset, methods, seeds, FIRST_SEED.get(self.name, 0))
         return [c for c in possible if c in asked or (self.has(c) and same_run(self.folder(c), self.wanted(c)))]
 
 
@@ -222,8 +222,6 @@ def plan(name: str, flags: Flags) -> Plan:
         raise ValueError(f"unknown method {unknown[0]!r}; allowed: {', '.join(METHODS)}")
     budget = flags.rollouts or (768 if flags.quick else preset.budget)
     seeds = flags.seeds or (2 if flags.quick else preset.seeds)
-    if seeds > MOST_SEEDS:
-        raise ValueError(f"--seeds is {seeds}; it must be at most {MOST_SEEDS}")
     todo = tuple(cells(preset, methods, seeds, FIRST_SEED.get(name, 0)))
     made = Plan(name, flags, budget, todo, 1)
     for cell in todo:
@@ -256,7 +254,7 @@ def compare(made: Plan, check: Callable[[], None]) -> list:
         own_budget = 768 if flags.quick else preset.budget
         name = made.name + "-quick" * flags.quick + (f"-{made.budget}" if made.budget != own_budget else "")
         if ablation.has_more(made.results / name / "runs.csv", list(found.values())):
-            print(f"{made.results / name} has a table of more runs than are in {made.results / 'runs'}: it stays")
+            print(f"{made.results / name} holds runs that this call does not show: it stays")
             name += "-partial"
         where = made.results / name
         for path in ablation.write(where, list(found.values()), reference=preset.reference, budget=flags.budget):
