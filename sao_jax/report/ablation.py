@@ -205,7 +205,9 @@ def rows(cells: Sequence[Cell], reference: str) -> list[dict[str, Any]]:
         if pairs and group[0].method != reference:
             row["effect"] = mean_interval([c.final - r.final for c, r in pairs])
             row["effect_at_clock"] = mean_interval([c.at(equal_clock) - r.at(equal_clock) for c, r in pairs])
-            row["clock_ratio"] = mean_interval([c.clock[-1] / r.clock[-1] for c, r in pairs])
+            # On the logarithm: half as long and twice as long lie equally far from the same.
+            logs = mean_interval([math.log(c.clock[-1] / r.clock[-1]) for c, r in pairs])
+            row["clock_ratio"] = tuple(math.exp(x) for x in logs)
         found.append(row)
     return found
 
@@ -439,6 +441,8 @@ def clock_ratios(cells: Sequence[Cell], reference: str) -> Figure:
             x, mean, low, high = np.array(found).T
             axes.errorbar(x, mean, [mean - low, high - mean], color=color, marker="o", capsize=3, label=method)
     axes.axhline(1.0, color=INK, lw=0.8)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("sigma of environment times (log scale of the lognormal)")
     axes.set_ylabel(f"clock of a run / {reference}'s")
     axes.spines[["top", "right"]].set_visible(False)
