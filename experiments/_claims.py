@@ -12,7 +12,7 @@ import numpy as np
 from experiments._ablations import BASE, METHODS, PRESETS
 from experiments._claims_runtime import hot_spots, scheduling_latency
 from experiments.ablate import Flags as AblateFlags
-from experiments.ablate import compare, finish_run, warm_flags, warm_folder
+from experiments.ablate import compare, finish_run, plan, warm_flags, warm_folder
 from sao_jax.report import ablation
 from sao_jax.report.intervals import mean_interval
 
@@ -49,7 +49,7 @@ def _cells(preset: str, methods: tuple[str, ...], quick: bool, results: pathlib.
     """Cells of a preset, run where they are missing."""
     chosen = ",".join(methods) if set(methods) != set(PRESETS[preset].methods) else None
     flags = AblateFlags(preset=preset, methods=chosen, results=str(results), quick=quick)
-    return compare(preset, flags, check)
+    return compare(plan(preset, flags), check)
 
 
 def _paired(

@@ -11,7 +11,9 @@ each run has a core to itself and is charged its CPU time and its environments' 
 So runs may go side by side. Where environments are real, runs that are compared by the wall's clock go one by one.
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import os
 import pathlib
 import queue
@@ -30,8 +32,10 @@ if not __package__:
 
 from experiments import _cli
 from experiments._ablations import BASE, BUDGET, FIRST_SEED, METHODS, PRESETS, Preset
+from sao_jax.envs.registry import make_family
 from sao_jax.runtime.config import RunConfig
 
+COMMAND = (sys.executable, "-m", "experiments.train")
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
@@ -105,7 +109,9 @@ def plain_name(text: str) -> str:
 
 def warm_flags(task: str, seed: int, quick: bool) -> dict[str, Any]:
     """The run that only makes the starting policy of a task and seed."""
-    flags = dict(task=task, seed=seed, baseline="batch_mean", rollouts=0, eval_tasks=64, devices=1)
+    flags = dict(task=task, seed=seed, baseline="batch_mean", rollouts=0, eval_tasks=64, devices=1, clock="cpu")
+    if not make_family(task).fast:
+        flags["clock"] = "wall"
     return flags | (dict(warm_start_steps=300, demonstrations=4000) if quick else {})
 
 
@@ -125,16 +131,16 @@ def finish_run(
         return ""
     begun = (folder / "config.json").exists()
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "experiments.train"]
-    command += ["--resume", str(folder)] if begun else ["--run-dir", str(folder), *arguments(flags)]
+    command = [*COMMAND, *(["--resume", str(folder)] if begun else ["--run-dir", str(folder), *arguments(flags)])]
     platform = {"JAX_PLATFORMS": "cpu"} if flags.get("clock") == "cpu" else {}
     with (folder / "output.txt").open("w") as output:
         # In a session of its own: a Ctrl-C in the terminal reaches it once, by us.
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
                                    env=os.environ | platform)  # fmt: skip
-        if core is not None and hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(process.pid, {core})
         try:
+            if core is not None and hasattr(os, "sched_setaffinity"):
+                with contextlib.suppress(ProcessLookupError):
+                    os.sched_setaffinity(process.pid, {core})
             while process.poll() is None:
                 check()
                 time.sleep(0.2)
@@ -167,59 +173,110 @@ def forget_bulk(folder: pathlib.Path) -> None:
         path.unlink()
 
 
-def compare(name: str, flags: Flags, check: Callable[[], None]) -> list:
-    """Runs the missing cells of a preset and writes its tables; returns the cells that were asked for.
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A comparison to be made: its cells, where each lies, with which flags it runs, and how many at once."""
+
+    name: str
+    flags: Flags
+    budget: int
+    todo: tuple[Cell, ...]
+    jobs: int
+
+    @property
+    def results(self) -> pathlib.Path:
+        return pathlib.Path(self.flags.results).resolve()
+
+    def warm(self, of: tuple[str, int]) -> pathlib.Path:
+        return warm_folder(self.results, *of, self.flags.quick)
+
+    def start_of(self, cell: Cell) -> tuple[str, int]:
+        """Task and seed: which warm start a cell begins with."""
+        return cell_flags(PRESETS[self.name], cell, self.budget, self.flags.quick)["task"], cell.seed
+
+    def wanted(self, cell: Cell) -> dict[str, Any]:
+        own = cell_flags(PRESETS[self.name], cell, self.budget, self.flags.quick)
+        return own | {"init_from": str(self.warm(self.start_of(cell)))}
+
+    def folder(self, cell: Cell) -> pathlib.Path:
+        own = cell_flags(PRESETS[self.name], cell, self.budget, self.flags.quick)
+        return self.results / ("runs" + "-quick" * self.flags.quick) / run_name(cell, own)
+
+    def has(self, cell: Cell, file: str = "evaluation.json") -> bool:
+        return (self.folder(cell) / file).exists()
+
+    def there(self) -> list[Cell]:
+        """The cells asked for, and finished ones of the preset beside them: other methods, the preset's seeds."""
+        preset, asked = PRESETS[self.name], set(self.todo)
+        methods = tuple(dict.fromkeys((*preset.methods, *(c.method for c in self.todo))))
+        seeds = max(preset.seeds, len({c.seed for c in self.todo}))
+        possible = cells(preset, methods, seeds, FIRST_SEED.get(self.name, 0))
+        return [c for c in possible if c in asked or (self.has(c) and same_run(self.folder(c), self.wanted(c)))]
+
+
+def plan(name: str, flags: Flags) -> Plan:
+    """Checks everything that can be wrong with a comparison before its first run begins."""
+    preset = PRESETS[name]
+    methods = tuple(dict.fromkeys(m.strip() for m in flags.methods.split(","))) if flags.methods else preset.methods
+    if unknown := [m for m in methods if m not in METHODS]:
+        raise ValueError(f"unknown method {unknown[0]!r}; allowed: {', '.join(METHODS)}")
+    budget = flags.rollouts or (768 if flags.quick else preset.budget)
+    seeds = flags.seeds or (2 if flags.quick else preset.seeds)
+    todo = tuple(cells(preset, methods, seeds, FIRST_SEED.get(name, 0)))
+    made = Plan(name, flags, budget, todo, 1)
+    for cell in todo:
+        wanted = made.wanted(cell)
+        if wanted["rollouts"] < 1:
+            raise ValueError(f"a budget of {budget} rollouts leaves none after preheating ({cell.name})")
+        RunConfig(**wanted).resolved()
+        if made.has(cell, "config.json") and not same_run(made.folder(cell), wanted):
+            raise ValueError(f"{made.folder(cell)} was made with other flags; name another --results")
+    alone = any(made.wanted(cell).get("clock") != "cpu" for cell in todo)
+    if alone and flags.budget != "rollouts" and (flags.jobs or 1) > 1:
+        raise ValueError(f"{name} is timed by the wall's clock, so its runs go one by one (or --budget rollouts)")
+    return dataclasses.replace(made, jobs=flags.jobs or (1 if alone else len(cores())))
+
+
+def compare(made: Plan, check: Callable[[], None]) -> list:
+    """Runs the missing cells of a plan and writes its tables; returns the cells that were asked for.
 
     The tables show every cell of the preset that is there, also of methods that were not asked for this time.
     """
     from sao_jax.report import ablation
 
-    preset, results = PRESETS[name], pathlib.Path(flags.results).resolve()
-    methods = tuple(dict.fromkeys(flags.methods.split(","))) if flags.methods else preset.methods
-    if unknown := [m for m in methods if m not in METHODS]:
-        raise ValueError(f"unknown method {unknown[0]!r}; allowed: {', '.join(METHODS)}")
-    budget = flags.rollouts or (768 if flags.quick else preset.budget)
-    seeds = flags.seeds or (2 if flags.quick else preset.seeds)
-    base = results / (name + "-quick" * flags.quick)
-
-    def wanted(cell: Cell) -> dict[str, Any]:
-        own = cell_flags(preset, cell, budget, flags.quick)
-        return own | {"init_from": str(warm_folder(results, own["task"], cell.seed, flags.quick))}
-
-    def folder(cell: Cell) -> pathlib.Path:
-        own = cell_flags(preset, cell, budget, flags.quick)
-        return results / ("runs" + "-quick" * flags.quick) / run_name(cell, own)
-
-    def has_run(cell: Cell, file: str = "evaluation.json") -> bool:
-        return (folder(cell) / file).exists()
-
-    todo = cells(preset, methods, seeds, FIRST_SEED.get(name, 0))
-    timed = flags.budget != "rollouts" and any(wanted(cell)["clock"] == "wall" for cell in todo)
-    if timed and (flags.jobs or 1) > 1:
-        raise ValueError(f"{name} is timed by the wall's clock, so its runs go one by one (or --budget rollouts)")
-    jobs = 1 if timed else flags.jobs or len(cores())
-    for cell in todo:
-        resolved = RunConfig(**wanted(cell)).resolved()  # what is wrong with a cell is said before the first one runs
-        if resolved.rollouts < 1:
-            raise ValueError(f"a budget of {budget} rollouts leaves none after preheating ({cell.name})")
-        if has_run(cell, "config.json") and not same_run(folder(cell), wanted(cell)):
-            raise ValueError(f"{folder(cell)} was made with other flags; name another --results")
-    errors = _run_cells(name, todo, folder, results, wanted, flags.quick, jobs, check)
-
-    def read(cell: Cell):
-        return ablation.read_cell(folder(cell), cell.method, dict(cell.point), cell.seed, errors.get(cell, ""))
-
-    others = cells(preset, (*preset.methods, *methods), max(seeds, preset.seeds), FIRST_SEED.get(name, 0))
-    there = [c for c in others if c not in todo and has_run(c) and same_run(folder(c), wanted(c))]
-    everything = {c: read(c) for c in sorted({*todo, *there}, key=lambda c: (c.seed, others.index(c)))}
-    for path in ablation.write(base, list(everything.values()), reference=preset.reference, budget=flags.budget):
-        print(path)
+    preset, flags = PRESETS[made.name], made.flags
+    with only_one(made.results):
+        errors = _run_cells(made, check)
+        found = {
+            c: ablation.read_cell(made.folder(c), c.method, dict(c.point), c.seed, errors.get(c, ""))
+            for c in made.there()
+        }
+        own_budget = 768 if flags.quick else preset.budget
+        name = made.name + "-quick" * flags.quick + (f"-{made.budget}" if made.budget != own_budget else "")
+        if ablation.has_more(made.results / name / "runs.csv", list(found.values())):
+            print(f"{made.results / name} holds runs that this call does not show: it stays")
+            name += "-partial"
+        where = made.results / name
+        for path in ablation.write(where, list(found.values()), reference=preset.reference, budget=flags.budget):
+            print(path)
     if errors:
-        raise _cli.UserError(f"{len(errors)} of {len(todo)} runs did not finish; call the command again to go on")
-    return [everything[c] for c in todo]
+        raise _cli.UserError(f"{len(errors)} of {len(made.todo)} runs did not finish; call the command again to go on")
+    return [found[c] for c in made.todo]
 
 
-def _run_cells(name, todo, folder, results, wanted, quick, jobs, check) -> dict[Cell, str]:
+@contextlib.contextmanager
+def only_one(results: pathlib.Path):
+    """Two comparisons in one folder would wait for each other's runs, or count them as failed."""
+    results.mkdir(parents=True, exist_ok=True)
+    with (results / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another comparison is running in {results}; name another --results") from None
+        yield
+
+
+def _run_cells(made: Plan, check: Callable[[], None]) -> dict[Cell, str]:
     """Runs what is missing; returns why cells failed."""
     from rich.progress import (
         BarColumn,
@@ -231,41 +288,42 @@ def _run_cells(name, todo, folder, results, wanted, quick, jobs, check) -> dict[
     )
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    missing = [cell for cell in made.todo if not made.has(cell)]
     errors: dict[Cell, str] = {}
-    free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-    for i in range(jobs):
-        free.put(cores()[i] if jobs > 1 else None)
+    free: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for core in cores()[: made.jobs]:
+        free.put(core)
     with Progress(*columns, TimeRemainingColumn(), TextColumn("left")) as progress:
-        bar = progress.add_task(name, total=len(todo))
+        bar = progress.add_task(made.name, total=len(made.todo), completed=len(made.todo) - len(missing))
 
-        def run(path: pathlib.Path, run_flags: Mapping[str, Any], what: str) -> str:
+        def run(path: pathlib.Path, flags: Mapping[str, Any], what: str) -> str:
             check()
             core = free.get()
             try:
-                progress.update(bar, description=f"{name}: {what}")
-                error = finish_run(path, run_flags, check, core)
+                progress.update(bar, description=f"{made.name}: {what}")
+                error = finish_run(path, flags, check, core if flags.get("clock") == "cpu" else None)
             finally:
                 free.put(core)
             if error:
-                progress.console.print(f"{what}: {error}")
+                progress.console.print(f"{what}: {error}", markup=False)
             return error
 
         def start(of: tuple[str, int]) -> str:
             """Makes the starting policy of a task and seed if it is missing."""
-            return run(warm_folder(results, *of, quick), warm_flags(*of, quick), f"warm start, seed {of[1]}")
+            return run(made.warm(of), warm_flags(*of, made.flags.quick), f"warm start, seed {of[1]}")
 
         def work(cell: Cell) -> None:
-            error = failed.get((wanted(cell)["task"], cell.seed)) or run(folder(cell), wanted(cell), cell.name)
+            error = failed[made.start_of(cell)] or run(made.folder(cell), made.wanted(cell), cell.name)
             if error:
                 errors[cell] = error
             else:
-                forget_bulk(folder(cell))
+                forget_bulk(made.folder(cell))
             progress.update(bar, advance=1)
 
-        with ThreadPoolExecutor(jobs) as pool:
-            starts = list(dict.fromkeys((wanted(cell)["task"], cell.seed) for cell in todo))
+        with ThreadPoolExecutor(made.jobs) as pool:
+            starts = list(dict.fromkeys(made.start_of(cell) for cell in missing))
             failed = dict(zip(starts, pool.map(start, starts), strict=True))
-            list(pool.map(work, todo))
+            list(pool.map(work, missing))
     return errors
 
 
@@ -299,8 +357,15 @@ def main(stop) -> None:
             raise ValueError(f"--{name} is {value}; it must be at least 1")
     if (flags.jobs or 1) > len(cores()):
         raise ValueError(f"--jobs is {flags.jobs}; each run has a core to itself, and there are {len(cores())}")
-    for name in PRESETS if flags.preset == "all" else (flags.preset,):
-        compare(name, flags, stop.check)
+    plans = [plan(name, flags) for name in (PRESETS if flags.preset == "all" else (flags.preset,))]
+    failed = []
+    for made in plans:
+        try:
+            compare(made, stop.check)
+        except _cli.UserError as error:
+            failed.append(f"{made.name}: {error}")
+    if failed:
+        raise _cli.UserError("; ".join(failed))
 
 
 if __name__ == "__main__":

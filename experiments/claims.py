@@ -105,6 +105,7 @@ def plain(value):
 def table(results: pathlib.Path, quick: bool) -> str:
     """One row per measured claim, as Markdown."""
     from experiments._claims import CLAIMS
+    from sao_jax.report.text import number
 
     head = ("claim", "reported", "measured", "effect, 95 % interval", "reproduced", "seeds")
     lines = [head, ["---"] * len(head)]
@@ -118,7 +119,7 @@ def table(results: pathlib.Path, quick: bool) -> str:
             reported = f"{r['reported']:g} vs {r['reported_baseline']:g} ({reported})"
         low, high = r["interval"]
         between = "" if low is None or high is None else f" [{low:.1f}, {high:.1f}]"
-        measured = f"{r['measured']:.3g} vs {r['measured_baseline']:.3g}"
+        measured = f"{number(r['measured'])} vs {number(r['measured_baseline'])}"
         effect = f"{r['effect']:.1f}{between} {r['unit']}"
         lines.append((f"`{name}`", reported, measured, effect, r["reproduced"], len(r["seeds"])))
     return "\n".join("| " + " | ".join(str(x) for x in line) + " |" for line in lines) + "\n"

@@ -38,8 +38,8 @@ HEALTH = {
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One run of a comparison. `rollouts`, `clock`, `success`: its held-out curve; `health`: means over the last
-    updates, of a run that collapsed over the last ones before its fall."""
+    """One run of a comparison. `rollouts`, `clock`, `success`: its held-out curve, of which `measured` points are
+    evaluations; `health`: means over the last updates, of a run that collapsed over the last ones before its fall."""
 
     method: str
     point: Mapping[str, Any]
@@ -49,6 +49,7 @@ class Cell:
     clock: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0))
     success: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0))
     n: int = 0
+    measured: int = 0
     training: float = math.nan
     wall_s: float = math.nan
     health: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -63,8 +64,8 @@ class Cell:
 
     @property
     def has_curve(self) -> bool:
-        """Whether there is more than a start and an end; the level while preheating is no measurement."""
-        return int(np.count_nonzero(np.diff(self.success))) > 1
+        """Whether more was measured than a start and an end."""
+        return self.measured > 2
 
     @property
     def area(self) -> float:
@@ -76,7 +77,7 @@ class Cell:
     @property
     def fell_at(self) -> int | None:
         """Index of the evaluation at which the run had collapsed for good; None if it did not."""
-        if not len(self.success) or self.final >= COLLAPSE * self.success.max():
+        if not self.has_curve or self.final >= COLLAPSE * self.success.max():
             return None
         low = self.success < COLLAPSE * self.success.max()
         return int(np.argmax([low[i:].all() for i in range(len(low))]))
@@ -86,11 +87,12 @@ class Cell:
         return float(np.interp(clock, self.clock, self.success)) if len(self.success) else math.nan
 
     def reaches(self, level: float, axis: str = "rollouts") -> float | None:
-        """Where on `axis` two evaluations in a row (or the last one) are at or above `level`; None: not in this run."""
-        above = self.success >= level
+        """Where on `axis` the curve crosses `level` and two evaluations in a row (or the last one) are at or above it;
+        None: not in this run. Methods are evaluated at different spacings, so the place between two is interpolated."""
+        x, y, above = getattr(self, axis), self.success, self.success >= level
         for i in range(len(above)):
             if above[i : i + 2].all():
-                return float(getattr(self, axis)[i])
+                return float(x[i] if i == 0 else x[i - 1] + (level - y[i - 1]) / (y[i] - y[i - 1]) * (x[i] - x[i - 1]))
         return None
 
 
@@ -99,15 +101,15 @@ def read_cell(folder: Path, method: str, point: Mapping[str, Any], seed: int, er
     if not (folder / "metrics.jsonl").exists():
         return Cell(method, point, seed, error or "not run")
     run = read_run(folder)
-    held_out = [line for line in of_stage(run.metrics, "eval") if not line.get("eval/greedy")]
+    sampled = [line for line in of_stage(run.metrics, "eval") if not line.get("eval/greedy")]
+    # A run that was stopped and resumed may evaluate the same weights again: the first time counts.
+    held_out = list({line.get("version", line["step"]): line for line in reversed(sampled)}.values())[::-1]
     x, y = series(held_out, "eval/success", "sampled")
     _, clock = series(held_out, "clock_s", "sampled")
-    updates = of_stage(run.metrics, "rl")
-    paid, begun = (run.config or {}).get("preheat_rollouts"), values(updates[:1], "clock_s")
-    if paid and len(begun) and len(x) and x[0] == 0:
-        # Preheating fits the critic alone: until the first update the policy is the one it was.
-        x, clock, y = np.insert(x, 1, paid), np.insert(clock, 1, begun[0]), np.insert(y, 1, y[0])
-    cell = Cell(method, point, seed, error, x, clock, y, int(held_out[-1]["eval/n"]) if held_out else 0)
+    updates, measured = of_stage(run.metrics, "rl"), len(x)
+    x, clock, y = _with_level(run, x, clock, y)
+    clock = _without_stragglers(clock, values(updates, "clock_s"), start=clock[1] if len(x) > measured else 0.0)
+    cell = Cell(method, point, seed, error, x, clock, y, int(held_out[-1]["eval/n"]) if held_out else 0, measured)
     if not error and not (folder / "evaluation.json").exists():
         cell = dataclasses.replace(cell, error="not finished")
     fell = cell.fell_at
@@ -127,6 +129,32 @@ def read_cell(folder: Path, method: str, point: Mapping[str, Any], seed: int, er
         wall_s=math.nan if seconds is None else seconds,
         health=health,
     )
+
+
+def _with_level(run, x: np.ndarray, clock: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A point more where the critic alone is fitted first: until the first update the policy is the one it was."""
+    alone = of_stage(run.metrics, "critic_only")
+    paid = (run.config.get("preheat_rollouts") or 0) + (alone[-1]["rollouts"] if alone else 0)
+    before = [line for stage in ("preheat", "critic_only") for line in of_stage(run.metrics, stage)]
+    begun = values(before[-1:], "clock_s")
+    begun = begun if len(begun) else values(of_stage(run.metrics, "rl")[:1], "clock_s")
+    if not (paid and len(begun) and len(x) and x[0] == 0):
+        return x, clock, y
+    return np.insert(x, 1, paid), np.insert(clock, 1, begun[0]), np.insert(y, 1, y[0])
+
+
+def _without_stragglers(clock: np.ndarray, updates: np.ndarray, *, start: float) -> np.ndarray:
+    """Puts the end of a run where its pace over the first seven eighths of its updates would have brought it.
+
+    A run of a fixed budget ends by waiting for its last slow environments with nothing else to do. How long that takes
+    is the budget's doing and not the method's: a run that goes on fills the wait with other attempts.
+    """
+    n = len(updates)
+    k = n * 7 // 8
+    if k < 1 or len(clock) < 2:
+        return clock
+    end = start + (updates[k - 1] - start) * n / k
+    return np.append(clock[:-1], min(max(end, clock[-2]), clock[-1]))
 
 
 def _kl(line: Mapping) -> float:
@@ -177,7 +205,9 @@ def rows(cells: Sequence[Cell], reference: str) -> list[dict[str, Any]]:
         if pairs and group[0].method != reference:
             row["effect"] = mean_interval([c.final - r.final for c, r in pairs])
             row["effect_at_clock"] = mean_interval([c.at(equal_clock) - r.at(equal_clock) for c, r in pairs])
-            row["clock_ratio"] = mean_interval([c.clock[-1] / r.clock[-1] for c, r in pairs])
+            # On the logarithm: half as long and twice as long lie equally far from the same.
+            logs = mean_interval([math.log(c.clock[-1] / r.clock[-1]) for c, r in pairs])
+            row["clock_ratio"] = tuple(math.exp(x) for x in logs)
         found.append(row)
     return found
 
@@ -234,7 +264,7 @@ def summary(cells: Sequence[Cell], reference: str, budget: str = "both") -> str:
         "",
         "Means over seeds with 95 % intervals (Student's t); effects are differences paired by seed. Collapsed: final "
         f"success under {COLLAPSE:.0%} of the run's best (at: median rollouts). In brackets behind rollouts: runs that "
-        "reached the level within the budget.",
+        "reached the level within the budget. The clock of a run leaves out the wait for its last stragglers.",
     ]
     return "\n".join(out) + "\n"
 
@@ -254,6 +284,18 @@ def runs_csv(cells: Sequence[Cell]) -> str:
         plain = [f"{x:.6g}" if isinstance(x, float) else x for x in figures]
         writer.writerow([c.method, *(c.point.get(p, "") for p in points), c.seed, *plain, c.error])
     return out.getvalue()
+
+
+def has_more(path: Path, cells: Sequence[Cell]) -> bool:
+    """Whether a `runs.csv` tells of finished runs that are not among `cells`."""
+    if not path.exists():
+        return False
+    with path.open(newline="") as file:
+        lines = [line for line in csv.DictReader(file) if not line["error"]]
+    names = list(lines[0]) if lines else []
+    points = names[1 : names.index("seed")] if lines else []
+    there = {(c.method, *(str(c.point.get(k, "")) for k in points), str(c.seed)) for c in cells if not c.error}
+    return any((x["method"], *(x[k] for k in points), x["seed"]) not in there for x in lines)
 
 
 def curves_csv(cells: Sequence[Cell]) -> str:
@@ -283,6 +325,7 @@ def read_curves(path: Path) -> list[Cell]:
             clock=np.array([float(x["clock_s"]) for x in lines]),
             success=np.array([float(x["success"]) for x in lines]),
             n=int(lines[0]["n"]),
+            measured=len(lines),
             health=nothing,
         )
         for (method, point, seed), lines in groups.items()
@@ -347,10 +390,9 @@ def sweep(cells: Sequence[Cell]) -> Figure:
     places = sorted({c.point[axis] for c in cells})
     columns = sorted({tuple(c.point[o] for o in others) for c in cells}) or [()]
     methods = list(dict.fromkeys(c.method for c in cells))
+    held_out = any(c.has_curve for c in cells)
     figures: dict[str, Callable[[Cell], float]] = {
-        "held-out success" if any(c.has_curve for c in cells) else "success in training": (
-            lambda c: c.final if c.has_curve else c.training
-        ),
+        "held-out success" if held_out else "success in training": lambda c: c.final if held_out else c.training,
         "effective sample size": lambda c: c.health["ess"],
         "tokens outside the band": lambda c: c.health["masked"],
         "explained variance": lambda c: c.health["explained_var"],
@@ -393,12 +435,14 @@ def clock_ratios(cells: Sequence[Cell], reference: str) -> Figure:
     sigmas = sorted({c.point["env_sigma"] for c in cells})
     table = {r["method"]: r for r in rows(cells, reference)}
     for method, color in zip(methods, _colors(len(methods)), strict=True):
-        found = [(s, table[f"{method}, env_sigma {s:g}"].get("clock_ratio")) for s in sigmas]
+        found = [(s, table.get(f"{method}, env_sigma {s:g}", {}).get("clock_ratio")) for s in sigmas]
         found = [(s, *i) for s, i in found if i is not None]
         if found:
             x, mean, low, high = np.array(found).T
             axes.errorbar(x, mean, [mean - low, high - mean], color=color, marker="o", capsize=3, label=method)
     axes.axhline(1.0, color=INK, lw=0.8)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("sigma of environment times (log scale of the lognormal)")
     axes.set_ylabel(f"clock of a run / {reference}'s")
     axes.spines[["top", "right"]].set_visible(False)

@@ -56,13 +56,13 @@ class RunConfig:
     publish_every: int = 1
     """Updates between publications of the weights to the sampler."""
     env_seconds: float | None = None
-    """Median of simulated environment times, drawn per task from a lognormal; waits are counted on the run's clock
-    (`clock_s` in the metrics) and not slept through."""
+    """Median of simulated environment times, drawn from a lognormal per task and member of its group; waits are counted
+    on the run's clock (`clock_s` in the metrics) and not slept through."""
     env_sigma: float | None = None
     """Standard deviation of the logarithm of simulated environment times (1.29: p99 is 20 times the median)."""
     clock: Literal["wall", "cpu"] = "wall"
-    """What the run's clock counts besides simulated waits: the wall's time, or this process's CPU time, which nothing
-    else on the machine lengthens (for comparisons; one device, no GPU)."""
+    """What the run's clock counts besides simulated waits: the wall's time, or this process's CPU time, which waiting
+    for a core does not lengthen (for comparisons; one device, no GPU)."""
     env_workers: int = 8
     """Threads for environments that are not declared fast."""
     env_timeout: float = 60.0

@@ -138,10 +138,16 @@ def make_clock(config: RunConfig, mesh: jax.sharding.Mesh) -> Clock:
 
 
 def simulated_seconds(config: RunConfig, rollout: int, task: str) -> float:
-    """Time an environment takes over an action: lognormal, a function of run seed and task. Evaluations are exempt."""
+    """Time an environment takes over an action: lognormal, a function of run seed, task and the member of its group.
+
+    Members of a group draw their own, or no group would ever wait for its slowest; the first one's is that of a method
+    without groups. Evaluations are exempt.
+    """
     if rollout >= FIRST_ID:
         return 0.0
-    return config.env_seconds * math.exp(config.env_sigma * random.Random(f"{config.seed}/{task}").gauss(0.0, 1.0))
+    member = rollout % config.n_samples_per_prompt
+    rng = random.Random(f"{config.seed}/{task}" + (f"/{member}" if member else ""))
+    return config.env_seconds * math.exp(config.env_sigma * rng.gauss(0.0, 1.0))
 
 
 def restored_state(folder: pathlib.Path, learner: Learner) -> tuple[dict, int]:
@@ -266,6 +272,8 @@ def _check_fingerprint(folder: pathlib.Path) -> None:
 def check_task(config: RunConfig, family: TaskFamily, context: int) -> None:
     """Raises ValueError for flags without effect on this task, and if prompts or demonstrations do not fit."""
     if not family.fast:
+        if config.clock == "cpu":
+            raise ValueError(f"--clock cpu does not count what the environments of task {family.name!r} take")
         return  # its environments may take long, or hang: prompts that do not fit are dropped when they come
     for name in ("env_workers", "env_timeout"):
         if getattr(config, name) != getattr(RunConfig, name):

@@ -184,7 +184,8 @@ class Stages:
         self.display.stage("preheating the critic", config.preheat_epochs, "passes")
 
         def report(epoch, variance, loss):
-            line = {"stage": "preheat", "time_s": run.seconds(), "preheat/epoch": epoch, "preheat/rollouts": len(rows)}
+            line = {"stage": "preheat", "time_s": run.seconds(), "clock_s": run.clock()}
+            line |= {"preheat/epoch": epoch, "preheat/rollouts": len(rows)}
             run.log.write(0, line | {"preheat/explained_var": variance, "critic/vf_loss": loss})
             self.display.advance(epoch, explained_var=variance)
 

@@ -5,12 +5,17 @@ import dataclasses
 import io
 import json
 import math
+import pathlib
+import shutil
+import sys
 
 import numpy as np
 import pytest
 
 from experiments import _claims
+from experiments import ablate as module
 from experiments._ablations import METHODS, PRESETS
+from experiments._cli import UserError
 from experiments.ablate import Cell as Run
 from experiments.ablate import arguments, cell_flags, cells, run_name, warm_flags
 from sao_jax.envs.registry import make_family
@@ -18,6 +23,9 @@ from sao_jax.report import ablation
 from sao_jax.report.ablation import Cell
 from sao_jax.report.intervals import mean_interval
 from sao_jax.runtime.config import RunConfig
+from sao_jax.runtime.signals import GracefulStop
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -72,7 +80,7 @@ def cell(method, seed, success, clock=(0, 10, 20, 30), **options):
     health = dict.fromkeys(ablation.HEALTH, 0.5)
     return Cell(
         method, {}, seed, rollouts=100.0 * np.arange(n), clock=np.array(clock[:n], float),
-        success=np.array(success), n=64, health=health, **options,
+        success=np.array(success), n=64, measured=n, health=health, **options,
     )  # fmt: skip
 
 
@@ -81,15 +89,24 @@ def test_figures_of_a_curve():
     assert c.final == 0.8
     assert c.area == pytest.approx((0.4 + 0.5 + 0.6) / 3)
     assert c.at(15) == pytest.approx(0.5)
-    assert c.reaches(0.6) == 300, "one evaluation above the level is not enough, unless it is the last"
-    assert c.reaches(0.4) == 100
+    assert c.reaches(0.6) == pytest.approx(250), "one evaluation above is not enough, unless it is the last"
+    assert c.reaches(0.4) == pytest.approx(50)
+    assert c.reaches(0.4, "clock") == pytest.approx(5)
+    assert c.reaches(0.1) == 0
     assert c.reaches(0.9) is None
     assert c.fell_at is None
 
 
 @pytest.mark.parametrize(
     ("success", "fell"),
-    [([0.3, 0.8, 0.39, 0.2], 2), ([0.3, 0.8, 0.3, 0.41], None), ([0.9, 0.5, 0.44, 0.44], 2), ([0.0, 0.0], None)],
+    [
+        ([0.3, 0.8, 0.39, 0.2], 2),
+        ([0.3, 0.8, 0.3, 0.41], None),
+        ([0.9, 0.5, 0.44, 0.44], 2),
+        ([0.0, 0.0], None),
+        ([0.9, 0.0], None),
+        ([0.4, 0.0, 0.0, 0.0], 1),
+    ],
 )
 def test_a_collapse_is_a_fall_under_half_of_the_best_that_lasts(success, fell):
     assert cell("a", 0, success).fell_at == fell
@@ -103,8 +120,9 @@ def test_effects_are_paired_by_seed_and_censored_runs_count():
     assert table["sao"]["clock_ratio"] == pytest.approx((0.5, 0.5, 0.5))
     assert table["sao"]["level"] == pytest.approx(0.95 * 0.7)
     assert (table["sao"]["reached"], table["sao"]["seeds"]) == (3, 4)
-    assert table["sao"]["steps"] == 200
-    assert (table["grpo"]["reached"], table["grpo"]["steps"]) == (2, 300)
+    assert table["sao"]["steps"] == pytest.approx(100 + 100 * 0.165 / 0.2)
+    assert table["grpo"]["reached"] == 2
+    assert table["grpo"]["steps"] == pytest.approx(200 + 100 * 0.165 / 0.2)
     assert table["grpo"]["equal_clock"] == 30
     assert table["grpo"]["at_clock"][0] == pytest.approx(0.45)
     assert "effect" not in table["grpo"]
@@ -190,18 +208,181 @@ def test_a_claims_record_has_its_keys_and_is_json(tmp_path):
     assert "`action-only`" in claims.table(tmp_path, quick=True)
 
 
-def test_preheating_is_paid_for_before_the_policy_moves(tmp_path):
-    lines = [
-        {"stage": "eval", "step": 0, "clock_s": 1.0, "sampled": 0, "eval/success": 0.3, "eval/n": 64},
-        {"stage": "rl", "step": 1, "clock_s": 9.0},
-        {"stage": "eval", "step": 8, "clock_s": 20.0, "sampled": 1024, "eval/success": 0.5, "eval/n": 64},
-        {"stage": "eval", "step": 8, "clock_s": 20.0, "sampled": 1024, "eval/success": 0.9, "eval/greedy": True},
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "evaluation.json").write_text("{}")
-    for preheat, expected in ((512, [0, 512, 1024]), (None, [0, 1024])):
-        (tmp_path / "config.json").write_text(json.dumps({"preheat_rollouts": preheat}))
-        c = ablation.read_cell(tmp_path, "sao", {}, 0)
-        assert c.rollouts.tolist() == expected
-        assert c.success.tolist() == [0.3] * (len(expected) - 1) + [0.5]
-        assert c.clock.tolist()[-2:] == [9.0 if preheat else 1.0, 20.0]
+def line(stage, step, **keys):
+    return {"stage": stage, "step": step, "version": step, **keys}
+
+
+def evaluation(step, clock, sampled, success, **keys):
+    return line("eval", step, clock_s=clock, sampled=sampled, **{"eval/success": success, "eval/n": 64}, **keys)
+
+
+def read(folder, lines, **config):
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    (folder / "evaluation.json").write_text("{}")
+    (folder / "config.json").write_text(json.dumps(config))
+    return ablation.read_cell(folder, "sao", {}, 0)
+
+
+@pytest.mark.parametrize(
+    ("config", "before", "paid"),
+    [(dict(preheat_rollouts=512), [line("preheat", 0, clock_s=8.0)], 512), (dict(preheat_rollouts=512), [], 512),
+     (dict(preheat_rollouts=0), [line("critic_only", 0, clock_s=8.0, rollouts=256)], 256), ({}, [], None)],
+)  # fmt: skip
+def test_what_the_critic_costs_is_paid_before_the_policy_moves(tmp_path, config, before, paid):
+    lines = [evaluation(0, 1.0, 0, 0.3), *before, line("rl", 1, clock_s=9.0), evaluation(8, 20.0, 1024, 0.5),
+             evaluation(8, 20.0, 1024, 0.9, **{"eval/greedy": True})]  # fmt: skip
+    c = read(tmp_path, lines, **config)
+    assert c.rollouts.tolist() == ([0, paid, 1024] if paid else [0, 1024])
+    assert c.success.tolist() == ([0.3, 0.3, 0.5] if paid else [0.3, 0.5])
+    assert c.clock.tolist()[1] == (8.0 if before else 9.0 if paid else 20.0)
+    assert not c.has_curve, "the level is no measurement"
+
+
+def test_weights_that_were_evaluated_twice_count_once(tmp_path):
+    lines = [evaluation(0, 1.0, 0, 0.3), evaluation(0, 0.5, 263, 0.4), evaluation(8, 20.0, 640, 0.5)]
+    assert read(tmp_path, lines, preheat_rollouts=512).rollouts.tolist() == [0, 640]
+    c = read(tmp_path, [*lines[:2], line("rl", 1, clock_s=9.0), lines[2]], preheat_rollouts=512)
+    assert c.rollouts.tolist() == [0, 512, 640]
+    assert c.clock.tolist() == [1.0, 9.0, 20.0]
+
+
+def test_the_wait_for_the_last_stragglers_is_left_out(tmp_path):
+    updates = [line("rl", i, clock_s=2.0 * i) for i in range(1, 16)] + [line("rl", 16, clock_s=90.0)]
+    c = read(tmp_path, [evaluation(0, 0.0, 0, 0.3), *updates, evaluation(16, 91.0, 1024, 0.5)])
+    assert c.clock.tolist() == [0.0, 32.0], "14 updates took 28 s, so 16 take 32 s"
+    level = line("preheat", 0, clock_s=10.0)
+    updates = [line("rl", i, clock_s=10 + 2.0 * i) for i in range(1, 17)]
+    c = read(tmp_path, [evaluation(0, 0.0, 0, 0.3), level, *updates, evaluation(16, 50.0, 1024, 0.5)],
+             preheat_rollouts=512)  # fmt: skip
+    assert c.clock.tolist() == [0.0, 10.0, 42.0]
+
+
+def test_a_ratio_that_cannot_be_had_is_left_out(tmp_path):
+    made = (("grpo", 0.0, ""), ("sao", 0.0, ""), ("grpo", 2.0, ""), ("sao", 2.0, "failed"))
+    runs = [dataclasses.replace(cell(m, 0, [0.2, 0.6]), point={"env_sigma": s}, error=e) for m, s, e in made]
+    assert "clock.png" in [p.name for p in ablation.write(tmp_path, runs, reference="grpo")]
+
+
+# -- whole comparisons, with a trainer that trains nothing -------------------------------------------------------------
+
+TRAINER = """
+import json, os, pathlib, sys, time
+folder = pathlib.Path(sys.argv[sys.argv.index("--run-dir" if "--run-dir" in sys.argv else "--resume") + 1])
+flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+log = pathlib.Path(os.environ["TRAINER_LOG"])
+with log.open("a") as file:
+    file.write(folder.name + " " + str(sorted(os.sched_getaffinity(0))) + "\\n")
+if (log.parent / "fail").exists() and (log.parent / "fail").read_text() in folder.name:
+    print("error: it [/x] broke"); sys.exit(2)
+sys.path.insert(0, os.environ["TRAINER_ROOT"])
+from sao_jax.runtime.config import RunConfig
+import typing
+kinds = typing.get_type_hints(RunConfig)
+def value(k, v):
+    for kind in (int, float):
+        try:
+            return kind(v)
+        except ValueError:
+            pass
+    return v
+config = RunConfig(**{k[2:].replace("-", "_"): value(k, v) for k, v in flags.items() if k != "--run-dir"}).resolved()
+(folder / "config.json").write_text(config.to_json())
+rollouts = config.rollouts + (config.preheat_rollouts or 0)
+with (folder / "metrics.jsonl").open("w") as file:
+    for i in range(4):
+        print(json.dumps({"stage": "eval", "step": i, "version": i, "clock_s": 10.0 * i, "sampled": rollouts * i // 3,
+                          "eval/success": 0.2 + 0.1 * i + 0.01 * config.seed, "eval/n": 64}), file=file)
+(folder / "evaluation.json").write_text("{}")
+"""
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """A function that calls the command in this process and returns the runs that it started."""
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    log = tmp_path / "log"
+    monkeypatch.setattr(module, "COMMAND", (sys.executable, str(tmp_path / "trainer.py")))
+    monkeypatch.setenv("TRAINER_LOG", str(log))
+    monkeypatch.setenv("TRAINER_ROOT", str(ROOT))
+
+    def call(*arguments):
+        log.write_text("")
+        monkeypatch.setattr(sys, "argv", ["ablate", "--results", str(tmp_path / "results"), *arguments])
+        module.main(GracefulStop())
+        return [line.split(" ")[0] for line in log.read_text().splitlines()]
+
+    return call
+
+
+FEW = ("--methods", "grpo, reinforce", "--seeds", "2")
+
+
+def table(tmp_path, name="dis-vs-grpo"):
+    with (tmp_path / "results" / name / "runs.csv").open() as file:
+        return {(x["method"], x["seed"]): x["error"] for x in csv.DictReader(file)}
+
+
+def test_a_comparison_goes_on_where_it_stopped(command, tmp_path):
+    ran = command(*FEW)
+    assert sorted(ran) == ["calculator_s0", "calculator_s1", "grpo_s0", "grpo_s1", "reinforce_s0", "reinforce_s1"]
+    assert len(table(tmp_path)) == 4
+    assert "| grpo | 2 |" in (tmp_path / "results" / "dis-vs-grpo" / "summary.md").read_text()
+    assert command(*FEW) == []
+    shutil.rmtree(tmp_path / "results" / "warm")
+    assert command(*FEW) == [], "finished runs need no warm start"
+    shutil.rmtree(tmp_path / "results" / "runs" / "grpo_s1")
+    assert sorted(command(*FEW)) == ["calculator_s1", "grpo_s1"]
+    assert command("--methods", "grpo", "--seeds", "1") == []
+    assert len(table(tmp_path)) == 4, "what is there stays in the table"
+
+
+def test_runs_that_fail_are_told_and_run_again(command, tmp_path):
+    (tmp_path / "fail").write_text("reinforce")
+    with pytest.raises(UserError, match="dis-vs-grpo: 2 of 4 runs did not finish"):
+        command(*FEW)
+    assert {k[0] for k, error in table(tmp_path).items() if error} == {"reinforce"}
+    assert "it [/x] broke" in (tmp_path / "results" / "dis-vs-grpo" / "summary.md").read_text()
+    (tmp_path / "fail").write_text("calculator")  # warm starts fail: finished runs stay finished
+    with pytest.raises(UserError, match="2 of 6 runs"):
+        command("--methods", "grpo,reinforce", "--seeds", "3")
+    assert {k for k, error in table(tmp_path).items() if not error} >= {("grpo", "0"), ("grpo", "1")}
+    (tmp_path / "fail").unlink()
+    command(*FEW)
+    assert not any(error for k, error in table(tmp_path).items() if k[1] in "01")
+
+
+def test_a_smaller_call_does_not_replace_a_larger_table(command, tmp_path, capsys):
+    command(*FEW)
+    shutil.rmtree(tmp_path / "results" / "runs")  # as in a fresh clone, which has tables and no runs
+    command("--methods", "grpo", "--seeds", "1")
+    assert len(table(tmp_path)) == 4
+    assert list(table(tmp_path, "dis-vs-grpo-partial")) == [("grpo", "0")]
+    assert "it stays" in capsys.readouterr().out
+    command("--methods", "grpo", "--seeds", "1", "--rollouts", "1024")
+    assert list(table(tmp_path, "dis-vs-grpo-1024")) == [("grpo", "0")]
+
+
+def test_each_run_has_a_core_of_its_own(command, tmp_path):
+    command(*FEW)
+    used = [line.split(" ", 1)[1] for line in (tmp_path / "log").read_text().splitlines()]
+    assert all(len(json.loads(cores)) == 1 for cores in used)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(["--jobs", "0"], "--jobs is 0"), (["--jobs", "99"], "each run has a core to itself"),
+     (["--seeds", "0"], "--seeds is 0"), (["--methods", "nonsense"], "unknown method 'nonsense'"),
+     (["--preset", "nonsense"], "unknown preset"),
+     (["--rollouts", "300"], "leaves none after preheating"), (["--methods", ""], "--methods is empty"),
+     (["--preset", "contest", "--jobs", "2"], "its runs go one by one"),
+     (["--preset", "all", "--methods", "grpo"], "critic-lr has no effect")],
+)  # fmt: skip
+def test_what_cannot_be_compared_is_refused_before_anything_runs(command, tmp_path, arguments, says):
+    with pytest.raises(ValueError, match=says):
+        command(*arguments)
+    assert (tmp_path / "log").read_text() == ""
+
+
+def test_two_comparisons_do_not_share_a_folder(command, tmp_path):
+    with module.only_one(tmp_path / "results"), pytest.raises(ValueError, match="another comparison is running"):
+        command(*FEW)

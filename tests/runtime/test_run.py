@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 from helpers import MODEL_FLAGS, SilentDisplay, Tiny, random_trajectory
 
@@ -15,7 +16,15 @@ from sao_jax.runtime import run as run_module
 from sao_jax.runtime.config import RunConfig
 from sao_jax.runtime.devices import data_mesh
 from sao_jax.runtime.ledger import Ledger
-from sao_jax.runtime.run import check_sources, check_task, make_clock, open_run, read_config, same_vocabulary
+from sao_jax.runtime.run import (
+    check_sources,
+    check_task,
+    make_clock,
+    open_run,
+    read_config,
+    same_vocabulary,
+    simulated_seconds,
+)
 from sao_jax.runtime.train import train
 
 FLAGS = dict(**MODEL_FLAGS, task="tiny", slots=8, devices=2)
@@ -55,6 +64,22 @@ def test_a_clock_of_cpu_time_stands_still_while_other_work_has_the_core(monkeypa
     assert clock() == 0.25
     clock.skip_to(2.0)
     assert clock() == 2.0
+
+
+def test_environment_times_are_drawn_by_seed_task_and_member_of_a_group():
+    def seconds(rollout, task="t", **flags):
+        flags = dict(baseline="grpo", n_samples_per_prompt=8, env_seconds=0.1) | flags
+        return simulated_seconds(RunConfig(**flags).resolved(), rollout, task)
+
+    group = [seconds(rollout) for rollout in range(8)]
+    assert len(set(group)) == 8, "a group waits for its slowest member"
+    assert seconds(8) == group[0] == seconds(5, baseline="batch_mean", n_samples_per_prompt=1)
+    assert len({seconds(0), seconds(0, "u"), seconds(0, seed=1)}) == 3
+    assert seconds(1 << 30) == 0.0, "evaluations cost nothing"
+    times = np.array([seconds(i % 8, f"task {i // 8}") for i in range(4000)])
+    assert np.median(times) == pytest.approx(0.1, rel=0.1)
+    assert np.percentile(times, 99) / np.median(times) == pytest.approx(20, rel=0.25)
+    assert {seconds(i, env_sigma=0.0) for i in range(8)} == {0.1}
 
 
 def test_a_task_that_is_not_fast_has_workers():
