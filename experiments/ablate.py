@@ -133,11 +133,11 @@ def finish_run(
     begun = (folder / "config.json").exists()
     folder.mkdir(parents=True, exist_ok=True)
     command = [*COMMAND, *(["--resume", str(folder)] if begun else ["--run-dir", str(folder), *arguments(flags)])]
-    platform = {"JAX_PLATFORMS": "cpu"} if flags.get("clock") == "cpu" else {}
+    variables = {_cli.PARENT: str(os.getpid())} | ({"JAX_PLATFORMS": "cpu"} if flags.get("clock") == "cpu" else {})
     with (folder / "output.txt").open("w") as output:
         # In a session of its own: a Ctrl-C in the terminal reaches it once, by us.
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-                                   env=os.environ | platform)  # fmt: skip
+                                   env=os.environ | variables)  # fmt: skip
         try:
             if core is not None and hasattr(os, "sched_setaffinity"):
                 with contextlib.suppress(ProcessLookupError):
