@@ -1,4 +1,4 @@
-"""How each claim is measured. An entry is a function of (quick, results folder, check) that returns a `Measured`."""
+"""How each claim is measured. An entry is a function of a `Request` that returns a `Measured`."""
 
 import dataclasses
 import math
@@ -17,6 +17,16 @@ from sao_jax.report import ablation
 from sao_jax.report.intervals import mean_interval
 
 Interval = tuple[float, float, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """How a claim is to be measured: with which sizes, where its runs lie, and on how many seeds (None: its own)."""
+
+    quick: bool
+    results: pathlib.Path
+    check: Callable[[], None]
+    seeds: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +55,11 @@ class Claim:
     measure: Callable[..., Measured]
 
 
-def _cells(preset: str, methods: tuple[str, ...], quick: bool, results: pathlib.Path, check) -> list[ablation.Cell]:
+def _cells(preset: str, methods: tuple[str, ...], asked: Request) -> list[ablation.Cell]:
     """Cells of a preset, run where they are missing."""
     chosen = ",".join(methods) if set(methods) != set(PRESETS[preset].methods) else None
-    flags = AblateFlags(preset=preset, methods=chosen, results=str(results), quick=quick)
-    return compare(plan(preset, flags), check)
+    flags = AblateFlags(preset=preset, methods=chosen, results=str(asked.results), quick=asked.quick, seeds=asked.seeds)
+    return compare(plan(preset, flags), asked.check)
 
 
 def _paired(
@@ -69,8 +79,8 @@ def _sizes(cells) -> dict[str, Any]:
 def accuracy(preset: str) -> Callable[..., Measured]:
     """Final held-out success of SAO and GRPO at equal rollouts, in points."""
 
-    def measure(quick, results, check) -> Measured:
-        cells = _cells(preset, ("sao", "grpo"), quick, results, check)
+    def measure(asked) -> Measured:
+        cells = _cells(preset, ("sao", "grpo"), asked)
         a, b, seeds = _paired(cells, "sao", "grpo", lambda c: 100 * c.final)
         effect = mean_interval([x - y for x, y in zip(a, b, strict=True)])
         return Measured(effect, statistics.fmean(a), statistics.fmean(b), seeds, _sizes(cells))
@@ -89,9 +99,9 @@ def _saved(a: list[float], b: list[float]) -> list[float]:
     return [100 * (1 - x / y) if y else 0.0 if x == 0 else -math.inf for x, y in zip(a, b, strict=True)]
 
 
-def steps_to_accuracy(quick, results, check) -> Measured:
+def steps_to_accuracy(asked: Request) -> Measured:
     """Rollouts to 95 % of GRPO's mean final success; a run that does not get there counts as its whole budget."""
-    cells = _cells("dis-vs-grpo", ("sao", "grpo"), quick, results, check)
+    cells = _cells("dis-vs-grpo", ("sao", "grpo"), asked)
     level = ablation.NEAR * statistics.fmean(c.final for c in cells if c.method == "grpo")
     a, b, seeds = _paired(cells, "sao", "grpo", lambda c: _rollouts_to(c, level))
     effect = mean_interval(_saved(a, b))
@@ -106,20 +116,20 @@ def steps_to_accuracy(quick, results, check) -> Measured:
     )
 
 
-def preheating(quick, results, check) -> Measured:
+def preheating(asked: Request) -> Measured:
     """Rollouts, preheating included, to 95 % of the final success of SAO without preheating."""
     methods = ("sao", "sao no preheating")
-    cells = _cells("preheating", methods, quick, results, check)
+    cells = _cells("preheating", methods, asked)
     level = ablation.NEAR * statistics.fmean(c.final for c in cells if c.method == methods[1])
     a, b, seeds = _paired(cells, *methods, lambda c: _rollouts_to(c, level))
     effect = mean_interval(_saved(a, b))
     return Measured(effect, statistics.fmean(a), statistics.fmean(b), seeds, _sizes(cells), {"level": level})
 
 
-def kl_bound(quick, results, check) -> Measured:
+def kl_bound(asked: Request) -> Measured:
     """Share of updates after which KL(rollout || new) is within .05, with smoothing and without any mechanism."""
     methods = ("sao", "sao kl measured", "sao kl penalty")
-    cells = _cells("kl", methods, quick, results, check)
+    cells = _cells("kl", methods, asked)
     share = {m: [100 * c.health["kl_within"] for c in cells if c.method == m] for m in methods}
     a, b, seeds = _paired(
         [c for c in cells if c.point == {"forced_staleness": 4}], *methods[:2], lambda c: 100 * c.health["kl_within"]
@@ -130,15 +140,15 @@ def kl_bound(quick, results, check) -> Measured:
     return Measured(effect, statistics.fmean(a), null, seeds, _sizes(cells), notes, null=null)
 
 
-def update_latency(quick, results, check) -> Measured:
+def update_latency(asked: Request) -> Measured:
     """Median seconds of the clock from a trajectory's end to weights that contain it, under slow environments."""
-    cells = _cells("dis-vs-grpo", ("sao", "grpo"), quick, results, check)
+    cells = _cells("dis-vs-grpo", ("sao", "grpo"), asked)
     a, b, seeds = _paired(cells, "sao", "grpo", lambda c: c.health["latency"])
     effect = mean_interval([y / x for x, y in zip(a, b, strict=True)])
     return Measured(effect, statistics.fmean(a), statistics.fmean(b), seeds, _sizes(cells), null=1.0)
 
 
-def value_error(quick, results, check) -> Measured:
+def value_error(asked: Request) -> Measured:
     """Value error of the critic (mc, dis) and of GRPO's group mean at prompts and inside attempts."""
     import jax
     import jax.numpy as jnp
@@ -155,15 +165,16 @@ def value_error(quick, results, check) -> Measured:
     )
     from sao_jax.runtime.value_error import prefixes, runner, value_errors
 
-    seeds = list(range(1 if quick else 3))
+    quick, check = asked.quick, asked.check
+    seeds = list(range(asked.seeds or (1 if quick else 3)))
     count, continuations = (8, 64) if quick else (32, 256)
     rollouts = 512 if quick else 3584
     found: dict[str, dict[str, list[float]]] = {}
     for seed in seeds:
-        start = warm_folder(results, BASE["task"], seed, quick)
+        start = warm_folder(asked.results, BASE["task"], seed, quick)
         _must(finish_run(start, warm_flags(BASE["task"], seed, quick), check))
         for targets in ("mc", "dis"):
-            folder = results / ("value-error-quick" if quick else "value-error") / f"{targets}_s{seed}"
+            folder = asked.results / ("value-error-quick" if quick else "value-error") / f"{targets}_s{seed}"
             flags = BASE | METHODS["sao"] | dict(critic_targets=targets, seed=seed, rollouts=rollouts, eval_every=0)
             flags |= dict(env_seconds=0.1, init_from=str(start.resolve()))
             _must(finish_run(folder, flags, check))
@@ -205,7 +216,7 @@ def value_error(quick, results, check) -> Measured:
     return Measured(effect, statistics.fmean(ours), statistics.fmean(theirs), seeds, sizes, notes)
 
 
-def action_only(quick, results, check) -> Measured:
+def action_only(asked: Request) -> Measured:
     """Computation of head, log-prob, loss and recursion over action tokens alone, against over all tokens.
 
     The share that is saved is an average over 20 to 80 % observation tokens, by the compiler's count of FLOPs. Each of
@@ -220,6 +231,7 @@ def action_only(quick, results, check) -> Measured:
     from sao_jax.objectives import gae, importance_weights, policy_loss
     from sao_jax.runtime.config import RunConfig
 
+    quick = asked.quick
     rows, length = (4, 128) if quick else (16, 256)
     model = RunConfig(**REFERENCE).model(VOCABULARY)
     params = jax.jit(lambda key: init_params(model, key))(jax.random.key(0))
@@ -256,7 +268,7 @@ def action_only(quick, results, check) -> Measured:
 
     saved, notes = [], {}
     for share in (0.2, 0.4, 0.6, 0.8):
-        check()
+        asked.check()
         N = round(length * (1 - share))
         figures = {}
         for name, n in (("all", length), ("actions", N)):
@@ -318,5 +330,6 @@ def verdict(effect: Interval, reported: float, null: float = 0.0) -> str:
     return "partly" if low > null else "no"
 
 
-def command(name: str, quick: bool) -> str:
-    return f"python -m experiments.claims {name}" + " --quick" * quick
+def command(name: str, asked: Request) -> str:
+    seeds = "" if asked.seeds is None else f" --seeds {asked.seeds}"
+    return f"python -m experiments.claims {name}" + " --quick" * asked.quick + seeds

@@ -1,7 +1,9 @@
 """What every main shares: flags, the backend, and errors in one line."""
 
+import ctypes
 import os
 import pathlib
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -9,6 +11,7 @@ from typing import Any, TypeVar
 import tyro
 
 T = TypeVar("T")
+PARENT = "SAO_PARENT"  # an environment variable: the process that a run was started by and ends with
 
 
 def parse(flags: type[T], description: str) -> T:
@@ -33,6 +36,7 @@ def main(body: Callable[[], Any]) -> None:
 
     try:
         with GracefulStop() as stop:
+            end_with_parent()
             body(stop)
     except Interrupted as interrupted:
         print(f"stopped: {interrupted}", file=sys.stderr)
@@ -46,6 +50,16 @@ def main(body: Callable[[], Any]) -> None:
             raise
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def end_with_parent() -> None:
+    """On Linux: SIGTERM, on which a run saves and stops, when the process named by `PARENT` is gone, killed or not."""
+    parent = os.environ.pop(PARENT, None)  # of this process alone, not of those that it starts
+    if parent is not None and sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != int(parent):
+            signal.raise_signal(signal.SIGTERM)  # it was gone before we asked
 
 
 class UserError(RuntimeError):

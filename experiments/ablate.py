@@ -36,6 +36,7 @@ from sao_jax.envs.registry import make_family
 from sao_jax.runtime.config import RunConfig
 
 COMMAND = (sys.executable, "-m", "experiments.train")
+QUICK_BUDGET = 768
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
@@ -132,11 +133,11 @@ def finish_run(
     begun = (folder / "config.json").exists()
     folder.mkdir(parents=True, exist_ok=True)
     command = [*COMMAND, *(["--resume", str(folder)] if begun else ["--run-dir", str(folder), *arguments(flags)])]
-    platform = {"JAX_PLATFORMS": "cpu"} if flags.get("clock") == "cpu" else {}
+    variables = {_cli.PARENT: str(os.getpid())} | ({"JAX_PLATFORMS": "cpu"} if flags.get("clock") == "cpu" else {})
     with (folder / "output.txt").open("w") as output:
         # In a session of its own: a Ctrl-C in the terminal reaches it once, by us.
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-                                   env=os.environ | platform)  # fmt: skip
+                                   env=os.environ | variables)  # fmt: skip
         try:
             if core is not None and hasattr(os, "sched_setaffinity"):
                 with contextlib.suppress(ProcessLookupError):
@@ -190,17 +191,19 @@ class Plan:
     def warm(self, of: tuple[str, int]) -> pathlib.Path:
         return warm_folder(self.results, *of, self.flags.quick)
 
+    def own(self, cell: Cell) -> dict[str, Any]:
+        """Flags of a cell, wherever it begins."""
+        return cell_flags(PRESETS[self.name], cell, self.budget, self.flags.quick)
+
     def start_of(self, cell: Cell) -> tuple[str, int]:
         """Task and seed: which warm start a cell begins with."""
-        return cell_flags(PRESETS[self.name], cell, self.budget, self.flags.quick)["task"], cell.seed
+        return self.own(cell)["task"], cell.seed
 
     def wanted(self, cell: Cell) -> dict[str, Any]:
-        own = cell_flags(PRESETS[self.name], cell, self.budget, self.flags.quick)
-        return own | {"init_from": str(self.warm(self.start_of(cell)))}
+        return self.own(cell) | {"init_from": str(self.warm(self.start_of(cell)))}
 
     def folder(self, cell: Cell) -> pathlib.Path:
-        own = cell_flags(PRESETS[self.name], cell, self.budget, self.flags.quick)
-        return self.results / ("runs" + "-quick" * self.flags.quick) / run_name(cell, own)
+        return self.results / ("runs" + "-quick" * self.flags.quick) / run_name(cell, self.own(cell))
 
     def has(self, cell: Cell, file: str = "evaluation.json") -> bool:
         return (self.folder(cell) / file).exists()
@@ -214,13 +217,17 @@ class Plan:
         return [c for c in possible if c in asked or (self.has(c) and same_run(self.folder(c), self.wanted(c)))]
 
 
+def usual_budget(preset: Preset, quick: bool) -> int:
+    return QUICK_BUDGET if quick else preset.budget
+
+
 def plan(name: str, flags: Flags) -> Plan:
     """Checks everything that can be wrong with a comparison before its first run begins."""
     preset = PRESETS[name]
     methods = tuple(dict.fromkeys(m.strip() for m in flags.methods.split(","))) if flags.methods else preset.methods
     if unknown := [m for m in methods if m not in METHODS]:
         raise ValueError(f"unknown method {unknown[0]!r}; allowed: {', '.join(METHODS)}")
-    budget = flags.rollouts or (768 if flags.quick else preset.budget)
+    budget = flags.rollouts or usual_budget(preset, flags.quick)
     seeds = flags.seeds or (2 if flags.quick else preset.seeds)
     todo = tuple(cells(preset, methods, seeds, FIRST_SEED.get(name, 0)))
     made = Plan(name, flags, budget, todo, 1)
@@ -251,8 +258,8 @@ def compare(made: Plan, check: Callable[[], None]) -> list:
             c: ablation.read_cell(made.folder(c), c.method, dict(c.point), c.seed, errors.get(c, ""))
             for c in made.there()
         }
-        own_budget = 768 if flags.quick else preset.budget
-        name = made.name + "-quick" * flags.quick + (f"-{made.budget}" if made.budget != own_budget else "")
+        usual = made.budget == usual_budget(preset, flags.quick)
+        name = made.name + "-quick" * flags.quick + ("" if usual else f"-{made.budget}")
         if ablation.has_more(made.results / name / "runs.csv", list(found.values())):
             print(f"{made.results / name} holds runs that this call does not show: it stays")
             name += "-partial"

@@ -30,13 +30,15 @@ class Flags:
     """Measure every claim and write a table of them."""
     quick: bool = False
     """Small sizes, to see that it works; the figures mean little."""
+    seeds: int | None = None
+    """Seeds per method (default: the claim's own number); finished runs are not run again."""
     results: str = "results"
     """Folder for runs and tables, shared with experiments.ablate."""
 
 
 def main(stop) -> None:
     flags = _cli.parse(Flags, __doc__.splitlines()[0])
-    from experiments._claims import CLAIMS
+    from experiments._claims import CLAIMS, Request
 
     if flags.list:
         for name, claim in CLAIMS.items():
@@ -46,6 +48,10 @@ def main(stop) -> None:
         return
     if flags.results == "":
         raise ValueError("--results is empty")
+    if flags.seeds is not None and flags.seeds < 1:
+        raise ValueError(f"--seeds is {flags.seeds}; it must be at least 1")
+    if flags.seeds is not None and flags.claim == "action-only":
+        raise ValueError("--seeds: action-only has no seeds, it is a count of operations")
     if flags.all == (flags.claim is not None):
         raise ValueError("name one claim, or --all; --list shows them")
     if flags.claim is not None and flags.claim not in CLAIMS:
@@ -54,22 +60,21 @@ def main(stop) -> None:
     from sao_jax.runtime.devices import prepare_backend
 
     prepare_backend()
-    results = pathlib.Path(flags.results).resolve()
+    asked = Request(flags.quick, pathlib.Path(flags.results).resolve(), stop.check, flags.seeds)
     for name in CLAIMS if flags.all else (flags.claim,):
-        line = measure(name, flags.quick, results, stop.check)
-        print(json.dumps(line), flush=True)
+        print(json.dumps(measure(name, asked)), flush=True)
     if flags.all:
-        path = results / ("claims-quick.md" if flags.quick else "claims.md")
-        path.write_text(table(results, flags.quick))
+        path = asked.results / ("claims-quick.md" if flags.quick else "claims.md")
+        path.write_text(table(asked.results, flags.quick))
         print(path)
 
 
-def measure(name: str, quick: bool, results: pathlib.Path, check) -> dict:
-    """The record of one claim; also kept in results/claims."""
+def measure(name: str, asked) -> dict:
+    """The record of one claim, for a `Request`; also kept in results/claims."""
     from experiments._claims import CLAIMS, command, verdict
 
     claim = CLAIMS[name]
-    m = claim.measure(quick, results, check)
+    m = claim.measure(asked)
     line = {
         "claim": name,
         "reported": claim.reported,
@@ -81,15 +86,15 @@ def measure(name: str, quick: bool, results: pathlib.Path, check) -> dict:
         "interval": m.effect[1:],
         "unit": claim.unit,
         "reproduced": verdict(m.effect, claim.effect, m.null),
-        "command": command(name, quick),
+        "command": command(name, asked),
         "sizes": m.sizes,
         "seeds": m.seeds,
         "notes": m.notes,
     }
     line = {k: plain(v) for k, v in line.items()}
-    folder = results / "claims"
+    folder = asked.results / "claims"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}{'-quick' * quick}.json").write_text(json.dumps(line, indent=1))
+    (folder / f"{name}{'-quick' * asked.quick}.json").write_text(json.dumps(line, indent=1))
     return line
 
 

@@ -98,7 +98,7 @@ def test_truncation_refuses_a_last_record_that_is_not_whole(tmp_path, open_store
         store.truncate_after(place)
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, which Linux has: run the tests there")
 def test_a_full_disk_is_an_error_with_context_and_leaves_the_store_usable(tmp_path, open_store):
     store = open_store(tmp_path)
     first = store.append(b"first")

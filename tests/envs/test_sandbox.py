@@ -11,7 +11,7 @@ import pytest
 from sao_jax.envs.sandbox import Limits, Sandbox
 from sao_jax.envs.verifiers import verdicts
 
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="confinement is Linux's seccomp")
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="confinement is Linux's seccomp: run the tests on Linux")
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,9 @@ import json
 import math
 import pathlib
 import shutil
+import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -198,7 +200,7 @@ def test_what_is_saved_has_no_division_by_nothing():
 def test_a_claims_record_has_its_keys_and_is_json(tmp_path):
     from experiments import claims
 
-    line = claims.measure("action-only", True, tmp_path, lambda: None)
+    line = claims.measure("action-only", _claims.Request(True, tmp_path, lambda: None))
     keys = {"claim", "reported", "reported_baseline", "measured", "measured_baseline", "interval", "unit", "reproduced",
             "command", "sizes", "seeds"}  # fmt: skip
     assert keys <= set(line)
@@ -386,3 +388,29 @@ def test_what_cannot_be_compared_is_refused_before_anything_runs(command, tmp_pa
 def test_two_comparisons_do_not_share_a_folder(command, tmp_path):
     with module.only_one(tmp_path / "results"), pytest.raises(ValueError, match="another comparison is running"):
         command(*FEW)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the signal of a parent's death is Linux's")
+def test_a_run_ends_when_ablate_is_killed(tmp_path):
+    """Else the next call would find a run that is still being written."""
+    child = f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); from experiments import _cli\n"
+    child += "def body(stop):\n  print('begun', flush=True)\n  while True:\n    stop.check(); time.sleep(.05)\n"
+    child += "_cli.main(body)"
+    script = f"import pathlib, sys; sys.path.insert(0, {str(ROOT)!r}); from experiments import ablate; "
+    script += f"ablate.COMMAND = (sys.executable, '-c', {child!r}); "
+    script += "ablate.finish_run(pathlib.Path(sys.argv[1]), {}, lambda: None)"
+    output = tmp_path / "run" / "output.txt"
+
+    def says(word, seconds=30):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if output.exists() and word in output.read_text():
+                return True
+            time.sleep(0.05)
+        return False
+
+    parent = subprocess.Popen([sys.executable, "-c", script, str(output.parent)])
+    assert says("begun")
+    parent.kill()
+    parent.wait()
+    assert says("stopped: ")
