@@ -31,6 +31,8 @@ class Flags(RunConfig):
     """Also write TensorBoard events (needs the package tensorboardX)."""
     trace: bool = False
     """Also write trace.json, what the host and the devices did when, for ui.perfetto.dev."""
+    device_readings: str | None = None
+    """With --workers: temperatures and free memory of devices from a recording instead of NVIDIA's driver."""
 
 
 def main(stop) -> None:
@@ -49,9 +51,9 @@ def main(stop) -> None:
         raise ValueError(f"{names}: a run is continued or replayed with the flags it was started with")
     if flags.resume and flags.run_dir:
         raise ValueError("--run-dir has no effect with --resume, which names the folder")
-    for name in ("tensorboard", "trace"):
+    for name in ("tensorboard", "trace", "device_readings"):
         if flags.replay and getattr(flags, name):
-            raise ValueError(f"--{name} has no effect with --replay")
+            raise ValueError(f"--{name.replace('_', '-')} has no effect with --replay")
 
     from sao_jax.runtime.devices import prepare_backend
 
@@ -66,6 +68,12 @@ def main(stop) -> None:
             config = dataclasses.replace(config, rollouts=flags.rollouts)
     else:
         config = config.resolved()
+    if flags.device_readings is not None:
+        from sao_jax.runtime.telemetry import recorded_source
+
+        if not config.workers:
+            raise ValueError("--device-readings has no effect here; it needs --workers")
+        recorded_source(flags.device_readings)  # what is wrong with it is said before anything begins
     prepare_backend(config.devices)
 
     from sao_jax.report.progress import Display
@@ -97,6 +105,7 @@ def main(stop) -> None:
                 resume=bool(flags.resume),
                 tensorboard=flags.tensorboard,
                 trace=flags.trace,
+                readings=flags.device_readings,
                 check=stop.check,
             )
     if flags.replay:

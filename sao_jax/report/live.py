@@ -1,6 +1,7 @@
 """What a run is doing now, from its folder: who does what, how old it is, what it samples with."""
 
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -34,6 +35,13 @@ def is_alive(status: dict) -> bool:
     return True
 
 
+def device(engine: dict) -> str:
+    """Temperature and free memory, as far as they are known."""
+    temperature, free = engine.get("temperature_c", math.nan), engine.get("free_memory", math.nan)
+    parts = ["" if math.isnan(temperature) else f"{temperature:.0f} C", "" if math.isnan(free) else f"{free:.0%} free"]
+    return ", ".join(filter(None, parts)) or "-"
+
+
 def status_view(folder: Path, counts: dict, oldest: list, now: float | None = None):
     """Tables of the status, the ledger's `counts` and its `oldest` running rollouts (id, task, attempt, start)."""
     now = time.time() if now is None else now
@@ -53,11 +61,13 @@ def status_view(folder: Path, counts: dict, oldest: list, now: float | None = No
         ("concurrency", f"{status['concurrency']} ({status['reason']}), room for {status['room']}"),
     ):
         head.add_row(name, printable(value))
-    engines = Table("engine", "process", "running", "version", "task takes", "heard of", "failures", box=None)
+    columns = "engine", "where", "running", "version", "busy", "device", "task takes", "heard of", "failures"
+    engines = Table(*columns, box=None)
     for e in status["engines"]:
         engines.add_row(
-            printable(e["name"]), str(e.get("pid", status["pid"])), f"{e['running']} of {e['slots']}",
-            "-" if e["version"] is None else str(e["version"]), duration(e.get("latency_s")),
+            printable(e["name"]), printable(e.get("where", f"process {status['pid']}")),
+            f"{e['running']} of {e['slots']}", "-" if e["version"] is None else str(e["version"]),
+            percent(e["utilization"]) if "utilization" in e else "-", device(e), duration(e.get("latency_s")),
             duration(e["heard_s"] + age) + " ago" if "heard_s" in e else "-", str(e.get("failures", "-")),
         )  # fmt: skip
     ages = Table("oldest running rollout", "task", "attempt", "age", box=None)

@@ -100,6 +100,10 @@ class Agents:
         """`watch(start, result, live rows by device, name)` is told of every burst."""
         self.engine.watch = watch
 
+    def utilization(self) -> list[tuple[float, float]]:
+        """Of devices of other processes: there are none."""
+        return []
+
     def describe(self) -> list[dict]:
         """For a person: one entry per engine."""
         return [{"name": "this process", "running": self.running, "slots": self.engine.slots, "version": self.version}]

@@ -68,7 +68,9 @@ class RunConfig:
     env_timeout: float = 60.0
     """Seconds before an environment step counts as hung and its attempt is aborted."""
     workers: int = 0
-    """Rollout processes on this machine, each with an engine and environments of its own (0: the learner samples)."""
+    """Rollout processes, each with an engine and environments of its own (0: the learner's process samples)."""
+    backend: Literal["local", "ray"] = "local"
+    """Where they run: on this machine, or as actors of a Ray cluster (that of RAY_ADDRESS, else one started here)."""
     worker_timeout: float = 60.0
     """Seconds without a sign of life after which a rollout process is replaced."""
     max_attempts: int = 3

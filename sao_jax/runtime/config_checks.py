@@ -48,6 +48,7 @@ def check_effects(config: "RunConfig") -> None:
         ("clock", config.workers == 0, "a run in one process, not --workers"),
         ("target_utilization", config.concurrency == "auto", "--concurrency auto"),
         ("worker_timeout", config.workers > 0, "--workers"),
+        ("backend", config.workers > 0, "--workers"),
         ("micro_rows", not arrival, "--critic-update batch"),
         ("dual_clip", loss == "ppo", "--policy-loss ppo"),
         ("drop_dead_groups", grouped, "a group baseline (grpo, dr_grpo, rloo)"),

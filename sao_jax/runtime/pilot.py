@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -54,12 +55,16 @@ class Pilot:
         if self._clock() - self._decided_at < DECISION_S:
             return None
         self._decided_at = self._clock()
-        utilization, weighted = self._watch.read()
+        here, elsewhere = self._watch.read(), self._run.agents.utilization()
+        devices = [here] * self._run.mesh.size + elsewhere
+        utilization, weighted = (statistics.fmean(shares) for shares in zip(*devices, strict=True))
         event = {"utilization": utilization, "utilization_slots": weighted, "queue_age_s": queue_age_s, "room": room}
+        # How many attempts run is seen by the devices that sample.
+        sampling = statistics.fmean(share for share, _ in elsewhere) if elsewhere else utilization
         if self._control is not None:
             limit = QUEUE_UPDATES * (self._run.config.max_staleness + 1) * self._update_s
             control = dataclasses.replace(self._control, max_queue_age_s=limit)
-            self.level = decide(control, self.level, Reading(utilization, queue_age_s, room))
+            self.level = decide(control, self.level, Reading(sampling, queue_age_s, room))
         return event | {"concurrency": int(self.level), "reason": self.level.reason}
 
     def close(self) -> None:

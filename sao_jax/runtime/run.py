@@ -27,6 +27,7 @@ from sao_jax.runtime.devices import CompileCounter, data_mesh
 from sao_jax.runtime.evaluation import FIRST_ID
 from sao_jax.runtime.fingerprint import differences, fingerprint
 from sao_jax.runtime.ledger import Ledger, LedgerError
+from sao_jax.runtime.links import Backend, LocalBackend
 from sao_jax.runtime.metrics import MetricsLog, StageTimer, require_tensorboard
 from sao_jax.runtime.trace import Trace
 from sao_jax.runtime.warm_start import check_demonstrations
@@ -129,6 +130,14 @@ def make_agents(
     )
 
 
+def make_backend(config: RunConfig, folder: pathlib.Path) -> Backend:
+    if config.backend == "ray":
+        from sao_jax.runtime.ray_links import RayBackend
+
+        return RayBackend(config.workers, gpus=int(jax.default_backend() == "gpu"))
+    return LocalBackend(folder / "workers")
+
+
 def make_clock(config: RunConfig, mesh: jax.sharding.Mesh) -> Clock:
     if config.clock == "wall":
         return Clock()
@@ -177,6 +186,7 @@ def open_run(
     resume: bool,
     tensorboard: bool = False,
     trace: bool = False,
+    readings: str | None = None,
     source: pathlib.Path | None = None,
 ) -> Run:
     """Makes a new run folder, or continues one whose `config.json` says `config`.
@@ -202,7 +212,7 @@ def open_run(
     learner = make_learner(config, family, context, mesh)
     clock = make_clock(config, mesh)
     if config.workers and source is None:
-        agents = Workers(config, family, context, folder)
+        agents = Workers(config, family, context, folder, make_backend(config, folder), readings=readings)
     else:
         engine = make_engine(config, family, context, learner.published_policy(), learner.mesh)
         agents = make_agents(config, family, context, engine, clock)

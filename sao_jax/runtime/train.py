@@ -30,6 +30,7 @@ def train(
     resume: bool = False,
     tensorboard: bool = False,
     trace: bool = False,
+    readings: str | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Runs all stages in `folder`; returns the final figures, also written to `evaluation.json`.
@@ -37,7 +38,7 @@ def train(
     `check()` is called between compiled calls and may raise Interrupted: a checkpoint is then written, and the same
     folder can be resumed.
     """
-    run = open_run(config, folder, resume=resume, tensorboard=tensorboard, trace=trace)
+    run = open_run(config, folder, resume=resume, tensorboard=tensorboard, trace=trace, readings=readings)
     try:
         return Stages(run, display, check).go(resume)
     finally:

@@ -34,19 +34,18 @@ def save_weights(path: pathlib.Path, params: dict) -> int:
     return zlib.crc32(data)
 
 
-def load_weights(path: pathlib.Path, like: dict, crc32: int) -> dict:
-    """Parameters of the shapes and dtypes of `like`. ValueError if the file is not what was announced."""
-    data = path.read_bytes()
+def load_weights(data: bytes, like: dict, crc32: int) -> dict:
+    """Parameters of the shapes and dtypes of `like`. ValueError if a file's bytes are not what was announced."""
     if zlib.crc32(data) != crc32:
-        raise ValueError(f"{path.name} is damaged: its checksum is not the one announced")
+        raise ValueError("damaged weights: their checksum is not the one announced")
     try:
         found = safetensors.numpy.load(data)
     except safetensors.SafetensorError as error:
-        raise ValueError(f"{path.name} holds no weights: {error}") from None
+        raise ValueError(f"no weights: {error}") from None
     leaves = []
     for name, leaf in zip(names(like), jax.tree.leaves(like), strict=True):
         array = found.get(name)
         if array is None or array.shape != leaf.shape or array.dtype != leaf.dtype:
-            raise ValueError(f"{path.name} has no {name} of {leaf.dtype}{list(leaf.shape)}")
+            raise ValueError(f"weights without {name} of {leaf.dtype}{list(leaf.shape)}")
         leaves.append(array)
     return jax.tree.unflatten(jax.tree.structure(like), leaves)

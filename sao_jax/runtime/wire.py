@@ -12,14 +12,12 @@ def pair() -> tuple[Connection, socket.socket]:
     return Connection(ours.detach()), theirs
 
 
-def send(connection: Connection, kind: str, payload: bytes = b"", **fields: Any) -> None:
-    """Raises OSError (also BrokenPipeError) if the other end is gone."""
-    connection.send_bytes(json.dumps({"kind": kind, **fields}).encode() + b"\n" + payload)
+def encoded(kind: str, payload: bytes = b"", **fields: Any) -> bytes:
+    return json.dumps({"kind": kind, **fields}).encode() + b"\n" + payload
 
 
-def receive(connection: Connection) -> tuple[dict[str, Any], bytes]:
-    """The next message: (kind and fields, payload). EOFError: the other end is gone. ValueError: garbage."""
-    data = connection.recv_bytes()
+def decoded(data: bytes) -> tuple[dict[str, Any], bytes]:
+    """(kind and fields, payload). ValueError: garbage."""
     head, line, payload = data.partition(b"\n")
     try:
         fields = json.loads(head)
@@ -28,3 +26,13 @@ def receive(connection: Connection) -> tuple[dict[str, Any], bytes]:
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{len(data)} bytes that are no message: {error}") from None
     return fields, payload
+
+
+def send(connection: Connection, kind: str, payload: bytes = b"", **fields: Any) -> None:
+    """Raises OSError (also BrokenPipeError) if the other end is gone."""
+    connection.send_bytes(encoded(kind, payload, **fields))
+
+
+def receive(connection: Connection) -> tuple[dict[str, Any], bytes]:
+    """The next message. EOFError: the other end is gone. ValueError: garbage."""
+    return decoded(connection.recv_bytes())

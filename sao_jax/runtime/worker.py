@@ -7,6 +7,7 @@ It decides nothing: what it is told to start it runs, and it swaps weights betwe
 those it has prepared. It never writes to the run's folder, and it ends when the run is gone.
 """
 
+import dataclasses
 import os
 import pathlib
 import sys
@@ -16,6 +17,7 @@ from multiprocessing.connection import Connection
 from sao_jax.data.trajectory import Trajectory, load_trajectory, save_trajectory
 from sao_jax.runtime import wire
 from sao_jax.runtime.config import RunConfig
+from sao_jax.runtime.telemetry import Source, nvml_source, recorded_source
 
 STATUS_S = 0.5  # between two signs of life
 
@@ -23,11 +25,11 @@ STATUS_S = 0.5  # between two signs of life
 class Worker:
     """The loop of one rollout process."""
 
-    def __init__(self, connection: Connection, config: RunConfig, slots: int):
-        import dataclasses
-
+    def __init__(self, connection: Connection, config: RunConfig, slots: int, source: Source | None, device: int):
+        """`source`: of temperatures, which is asked about `device`."""
         from sao_jax.runtime.devices import data_mesh
         from sao_jax.runtime.run import family_and_context, make_agents, make_engine, random_policy
+        from sao_jax.runtime.utilization import DeviceWatch
 
         self._connection = connection
         config = dataclasses.replace(config, slots=slots, devices=1)
@@ -36,13 +38,17 @@ class Worker:
         engine = make_engine(config, family, context, self._like, data_mesh(1))
         self._agents = make_agents(config, family, context, engine)
         self._agents.seam = self._seam
+        self._watch = DeviceWatch(1)
+        self._agents.watched(self._watch.enqueued)
+        self._source, self._device = source, device
         self._prepared: tuple[int, dict] | None = None
-        self._told_at = -float("inf")
+        self._began, self._told_at = time.monotonic(), -float("inf")
         self._live = False
 
     def go(self) -> None:
         """Until told to end, or until the run is gone."""
         self._agents.engine.warm_up()
+        self._send("status", **self._status())  # a hot device is to get nothing from the start
         self._send("ready", pid=os.getpid())
         while True:
             wait = 0.0 if self._live or self._agents.running else STATUS_S
@@ -57,7 +63,17 @@ class Worker:
                     self._send("failed", rollout=item.rollout, attempt=item.attempt, reason=item.reason)
             self._live = self._agents.dispatch()
             if time.monotonic() - self._told_at > STATUS_S:
-                self._send("status", running=self._agents.running, version=self._agents.engine.version)
+                self._send("status", **self._status())
+
+    def _status(self) -> dict:
+        utilization, weighted = self._watch.read()
+        status = {"utilization": utilization, "utilization_slots": weighted}
+        if self._source is not None:
+            readings = self._source(time.monotonic() - self._began)
+            if readings:
+                reading = readings[self._device % len(readings)]
+                status |= {"temperature_c": reading.temperature_c, "free_memory": reading.free_memory}
+        return status
 
     def _obey(self, message: dict, payload: bytes) -> bool:
         kind = message.pop("kind")
@@ -65,7 +81,7 @@ class Worker:
             snapshot = load_trajectory(payload) if payload else None
             self._agents.start(message.pop("split"), message.pop("index"), snapshot=snapshot, **message)
         elif kind == "prepare":
-            self._prepare(message["version"], pathlib.Path(message["path"]), message["crc32"])
+            self._prepare(message, payload)
         elif kind == "commit":
             self._commit(message["version"])
         elif kind == "stop":
@@ -76,11 +92,14 @@ class Worker:
             raise ValueError(f"unknown message {kind!r}")
         return True
 
-    def _prepare(self, version: int, path: pathlib.Path, crc32: int) -> None:
+    def _prepare(self, message: dict, payload: bytes) -> None:
+        """Weights come with the message, or lie in a file that it names."""
         from sao_jax.runtime.weights import load_weights
 
+        version = message["version"]
         try:
-            self._prepared = version, load_weights(path, self._like, crc32)
+            data = pathlib.Path(message["path"]).read_bytes() if "path" in message else payload
+            self._prepared = version, load_weights(data, self._like, message["crc32"])
         except (OSError, ValueError) as error:
             self._send("refused", version=version, reason=str(error))
         else:
@@ -101,18 +120,29 @@ class Worker:
         wire.send(self._connection, kind, payload, **fields)
 
 
-def main() -> None:
-    connection = Connection(int(sys.argv[1]))
+def serve(socket: int) -> None:
+    """A worker at a socket, until it is told to end or the run is gone."""
+    connection = Connection(socket)
     try:
         message, _ = wire.receive(connection)
-        config = RunConfig.from_json(message["config"])
         from sao_jax.runtime.devices import prepare_backend
 
         prepare_backend(1)
-        Worker(connection, config, message["slots"]).go()
+        config = RunConfig.from_json(message["config"])
+        Worker(connection, config, message["slots"], _source(message["readings"]), message["device"]).go()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the run is gone, and so is the reason to go on
+    finally:
+        connection.close()
+
+
+def _source(recording: str | None) -> Source | None:
+    try:
+        return recorded_source(recording) if recording else nvml_source()
+    except ValueError as error:
+        print(f"temperatures are not balanced: {error}", flush=True)
+        return None
 
 
 if __name__ == "__main__":
-    main()
+    serve(int(sys.argv[1]))

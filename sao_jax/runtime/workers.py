@@ -1,4 +1,4 @@
-"""Attempts on rollout processes of this machine: what `Agents` is to one engine, for several of them.
+"""Attempts on rollout processes: what `Agents` is to one engine, for several of them.
 
 Each process has an engine and environments of its own (`runtime.worker`). A process that dies, stops answering or sends
 garbage is replaced; its attempts fail, and the loop starts them again from their last stored segment. Weights are
@@ -7,13 +7,9 @@ published in two phases: every process loads and checks them, and only when all 
 
 import contextlib
 import dataclasses
-import os
 import pathlib
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
-from multiprocessing import connection as channels
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -21,27 +17,26 @@ import numpy as np
 from sao_jax.data.protocols import Split, TaskFamily
 from sao_jax.data.trajectory import Trajectory, load_trajectory, save_trajectory
 from sao_jax.rollout.agents import Failure
-from sao_jax.runtime import wire
 from sao_jax.runtime.config import RunConfig
-from sao_jax.runtime.router import Router
+from sao_jax.runtime.links import Backend, Link
+from sao_jax.runtime.router import Reading, Router
 from sao_jax.runtime.trace import Trace
 from sao_jax.runtime.weights import save_weights
 
-COMMAND = (sys.executable, "-m", "sao_jax.runtime.worker")
 RETRY_S = 1.0  # before a publication or the start of a process is tried again
 START_TIMEOUT_S = 600.0  # a process that compiles says nothing meanwhile
 
 
 @dataclasses.dataclass(eq=False)
 class _Process:
-    """One rollout process. `version`: of the weights it samples with; None until it has any."""
+    """One rollout process. `version`: of the weights it samples with; None until it has any. `status`: its newest."""
 
     name: str
-    popen: subprocess.Popen
-    connection: channels.Connection
+    link: Link
     heard_at: float
     ready: bool = False
     version: int | None = None
+    status: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -82,8 +77,9 @@ class Workers:
         family: TaskFamily,
         context: int,
         folder: pathlib.Path,
+        backend: Backend,
         *,
-        arguments: Sequence[str] = (),
+        readings: str | None = None,
         note: Callable[[str], None] = print,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -91,7 +87,8 @@ class Workers:
         self.seam: Callable[[Trajectory], None] | None = None
         self.trace: Trace | None = None
         self._config, self._context, self._folder = config, context, folder
-        self.note, self._clock, self._arguments = note, clock, arguments
+        self._backend, self._readings = backend, readings
+        self.note, self._clock = note, clock
         self._slots = -(-config.slots // config.workers)
         self._processes: list[_Process] = []
         self._starts: list[float] = [0.0] * config.workers  # when processes that are missing may be started
@@ -145,10 +142,10 @@ class Workers:
         """What has ended; waits up to `wait` s for the first message. Keeps processes and publications going."""
         self._start_missing()
         self._publish_next()
-        by_connection = {p.connection: p for p in self._processes}
+        by_link = {p.link: p for p in self._processes}
         idle = not (self._failures or self._ended)
-        for ready in channels.wait(list(by_connection), wait if idle else 0.0):
-            self._read(by_connection[ready])
+        for link in self._backend.wait(list(by_link), wait if idle else 0.0):
+            self._read(by_link[link])
         now = self._clock()
         for process in list(self._processes):
             limit = self._config.worker_timeout if process.ready else START_TIMEOUT_S
@@ -180,7 +177,12 @@ class Workers:
         return [f"{self._config.workers} processes of {self._slots} slots"]
 
     def watched(self, watch: Callable) -> None:
-        """What other processes' devices do is measured there."""
+        """What other processes' devices do is measured there, see `utilization`."""
+
+    def utilization(self) -> list[tuple[float, float]]:
+        """(utilisation, the same weighted by live rows) of each process's device, as it said last."""
+        known = [p.status for p in self._processes if "utilization" in p.status]
+        return [(status["utilization"], status["utilization_slots"]) for status in known]
 
     def describe(self) -> list[dict]:
         """For a person: one entry per process."""
@@ -188,7 +190,7 @@ class Workers:
         for p in self._processes:
             worker = self._router.workers.get(p.name)
             entries.append({
-                "name": p.name, "pid": p.popen.pid, "version": p.version, "slots": self._slots,
+                "name": p.name, "where": p.link.where, "version": p.version, "slots": self._slots, **p.status,
                 "running": sum(a.process is p for a in self._attempts.values()), "heard_s": now - p.heard_at,
                 "latency_s": worker.latency_s if worker else None, "failures": worker.failures if worker else 0,
             })  # fmt: skip
@@ -199,51 +201,33 @@ class Workers:
         self._closed = True
         for process in self._processes:
             with contextlib.suppress(OSError):
-                wire.send(process.connection, "end")
+                process.link.send("end")
         deadline = time.monotonic() + 2.0
         for process in self._processes:
-            try:
-                process.popen.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.popen.kill()
-                process.popen.wait()
-            process.connection.close()
+            process.link.close(deadline)
         self._processes = []
 
     # ---- processes
 
     def _start_missing(self) -> None:
         now = self._clock()
-        for name in ("weights", "workers"):
-            (self._folder / name).mkdir(exist_ok=True)
+        (self._folder / "weights").mkdir(exist_ok=True)
         while self._starts and self._starts[0] <= now and not self._closed:
             self._starts.pop(0)
-            name = f"w{self._number}"
-            self._number += 1
-            ours, theirs = wire.pair()
-            with (self._folder / "workers" / f"{name}.log").open("wb") as log:
-                popen = subprocess.Popen(
-                    [*COMMAND, str(theirs.fileno()), *self._arguments],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # a Ctrl-C in the terminal is for the run, which tells its processes
-                    env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-                )
-            theirs.close()
-            process = _Process(name, popen, ours, now)
+            process = _Process(f"w{self._number}", self._backend.start(f"w{self._number}"), now)
             self._processes.append(process)
-            self._send(process, "config", config=self._config.to_json(), slots=self._slots)
+            self._send(
+                process, "config", config=self._config.to_json(), slots=self._slots, device=self._number,
+                readings=self._readings,
+            )  # fmt: skip
+            self._number += 1
 
     def _lose(self, process: _Process, reason: str, pause_s: float = 0.0) -> None:
         """A process is gone or of no use: its attempts fail, and another one takes its place."""
         if process not in self._processes:
             return
         self._processes.remove(process)
-        process.popen.kill()
-        process.popen.wait()
-        process.connection.close()
+        process.link.kill()
         if process.name in self._router.workers:
             self._router.leave(process.name)
         lost = [rollout for rollout, a in self._attempts.items() if a.process is process]
@@ -259,19 +243,20 @@ class Workers:
 
     def _send(self, process: _Process, kind: str, payload: bytes = b"", **fields) -> None:
         try:
-            wire.send(process.connection, kind, payload, **fields)
+            process.link.send(kind, payload, **fields)
         except OSError:
-            self._lose(process, _end_of(process))
+            self._lose(process, process.link.end_of())
 
     def _read(self, process: _Process) -> None:
         """All messages of a process that are there."""
         try:
-            while process in self._processes and process.connection.poll(0):
-                message, payload = wire.receive(process.connection)
+            for message, payload in process.link.messages():
                 process.heard_at = self._clock()
                 self._heed(process, message, payload)
+                if process not in self._processes:
+                    return  # it is of no use, whatever else it has sent
         except (EOFError, OSError):
-            self._lose(process, _end_of(process))
+            self._lose(process, process.link.end_of())
         except (ValueError, KeyError, TypeError) as error:
             self._lose(process, f"sent garbage: {error}"[:300])
 
@@ -296,8 +281,17 @@ class Workers:
             process.version = message["version"]
             if process.name not in self._router.workers:
                 self._router.join(process.name, slots=self._slots)
-        elif kind != "status":
+                self._observe(process, process.status)
+        elif kind == "status":
+            self._observe(process, {name: float(value) for name, value in message.items() if name != "kind"})
+        else:
             raise ValueError(f"unknown message {kind!r}")
+
+    def _observe(self, process: _Process, status: dict[str, float]) -> None:
+        """Device readings move the weights of the router before a device slows itself down."""
+        process.status = status
+        if "temperature_c" in status and process.name in self._router.workers:
+            self._router.observe(process.name, Reading(status["temperature_c"], status["free_memory"]))
 
     # ---- attempts
 
@@ -363,7 +357,10 @@ class Workers:
         self._commit_if_loaded()
 
     def _announce(self, process: _Process, p: _Publication) -> None:
-        self._send(process, "prepare", version=p.version, path=str(p.path), crc32=p.crc32)
+        try:
+            process.link.announce(p.version, p.path, p.crc32)
+        except OSError:
+            self._lose(process, process.link.end_of())
 
     def _welcome(self, process: _Process) -> None:
         """Weights for a process that has just become ready: those on their way if there are any, else those in use."""
@@ -411,13 +408,3 @@ class Workers:
         p = self._coming
         self.note(f"publication of version {p.version} failed, to be tried again: {reason}")
         p.crc32, p.waiting, p.loaded, p.not_before = None, set(), set(), self._clock() + RETRY_S
-
-
-def _end_of(process: _Process) -> str:
-    code = process.popen.poll()
-    if code is None:
-        try:
-            code = process.popen.wait(0.5)
-        except subprocess.TimeoutExpired:
-            return "closed its connection"
-    return f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}"

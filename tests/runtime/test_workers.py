@@ -12,6 +12,7 @@ from helpers import MODEL_FLAGS, Tiny
 
 from sao_jax.data.trajectory import Trajectory
 from sao_jax.rollout.agents import Failure
+from sao_jax.runtime import links
 from sao_jax.runtime import workers as module
 from sao_jax.runtime.config import RunConfig
 from sao_jax.runtime.workers import Workers
@@ -25,13 +26,14 @@ def make(tmp_path, monkeypatch):
     """A function that makes `Workers` of fake processes."""
     made = []
     monkeypatch.setattr(module, "RETRY_S", 0.05)
-    monkeypatch.setattr(module, "COMMAND", (sys.executable, str(FAKE)))
+    monkeypatch.setattr(links, "COMMAND", (sys.executable, str(FAKE)))
 
     def new(count=2, slots=8, behaviour="", **flags):
         (tmp_path / "behaviour").write_text(behaviour)
         config = RunConfig(**MODEL_FLAGS, task="tiny", workers=count, slots=slots, **flags)
         notes = []
-        made.append(Workers(config, Tiny(), 32, tmp_path, note=notes.append, arguments=(str(tmp_path),)))
+        backend = links.LocalBackend(tmp_path / "workers", [str(tmp_path)])
+        made.append(Workers(config, Tiny(), 32, tmp_path, backend, note=notes.append))
         made[-1].notes = notes
         made[-1].publish(PARAMS, 0)
         return made[-1]
@@ -172,12 +174,12 @@ def test_a_full_disk_delays_a_publication(make, tmp_path, monkeypatch):
 def test_a_process_that_dies_while_weights_are_on_their_way_does_not_hold_them_up(make):
     workers = make(count=2)
     until(workers, lambda: [p.version for p in workers._processes] == [0, 0])
-    os.kill(workers._processes[0].popen.pid, signal.SIGSTOP)
+    os.kill(workers._processes[0].link.pid, signal.SIGSTOP)
     workers.publish(PARAMS, 1)
     for _ in range(10):
         workers.collect(wait=0.02)
     assert workers.version == 0, "one has not loaded them"
-    os.kill(workers._processes[0].popen.pid, signal.SIGKILL)
+    os.kill(workers._processes[0].link.pid, signal.SIGKILL)
     until(workers, lambda: workers.version == 1)
     until(workers, lambda: [p.version for p in workers._processes] == [1, 1])
 
@@ -199,8 +201,21 @@ def test_attempts_that_were_stopped_do_not_come_back(make):
 def test_closing_ends_all_processes(make):
     workers = make()
     until(workers, lambda: workers.free == 8)
-    popens = [p.popen for p in workers._processes]
+    popens = [p.link._popen for p in workers._processes]
     os.kill(popens[0].pid, signal.SIGSTOP)  # by force, if it must be
     workers.close()
     assert all(p.returncode is not None for p in popens)
     workers.close()
+
+
+def test_a_hot_process_gets_nothing(make):
+    """What a process says of its device moves the router's weights, and is shown with its utilisation."""
+    workers = make(count=2, slots=8, behaviour="hot")
+    until(workers, lambda: workers.free == 4)
+    done, failures = play(workers, 12)
+    assert len(done) == 12
+    assert not failures
+    hot = [e for e in workers.describe() if e["temperature_c"] > 80]
+    assert [e["name"] for e in hot] == ["w1"]
+    assert workers._router.workers["w1"].latency_s is None, "it never had a task"
+    assert workers.utilization() == [(0.5, 0.25), (0.5, 0.25)]
