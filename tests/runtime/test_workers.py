@@ -211,7 +211,8 @@ def test_closing_ends_all_processes(make):
 def test_a_hot_process_gets_nothing(make):
     """What a process says of its device moves the router's weights, and is shown with its utilisation."""
     workers = make(count=2, slots=8, behaviour="hot")
-    until(workers, lambda: workers.free == 4)
+    until(workers, lambda: len(workers._router.workers) == 2)
+    assert workers.free == 4
     done, failures = play(workers, 12)
     assert len(done) == 12
     assert not failures
