@@ -54,6 +54,7 @@ class Backend(Protocol):
 class LocalLink:
     def __init__(self, log: pathlib.Path, arguments: Sequence[str]):
         self._connection, theirs = wire.pair()
+        self._log = log
         with log.open("wb") as output:
             self._popen = subprocess.Popen(
                 [*COMMAND, str(theirs.fileno()), *arguments],
@@ -88,7 +89,10 @@ class LocalLink:
                 code = self._popen.wait(0.5)
             except subprocess.TimeoutExpired:
                 return "closed its connection"
-        return f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        if code < 0:
+            return f"killed by signal {-code}"
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        return f"ended with exit code {code}" + (f": {lines[-1][:200]}" if code and lines else "")
 
     def kill(self) -> None:
         self._popen.kill()

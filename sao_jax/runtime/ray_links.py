@@ -8,9 +8,9 @@ import collections
 import os
 import pathlib
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from sao_jax.runtime import wire
 from sao_jax.runtime.links import Message
@@ -30,8 +30,7 @@ class Actor:
         from sao_jax.runtime.worker import serve
 
         self._connection, theirs = wire.pair()
-        self._thread = threading.Thread(target=serve, args=(theirs.detach(),), name="worker", daemon=True)
-        self._thread.start()
+        self._served = ThreadPoolExecutor(1, "worker").submit(serve, theirs.detach())
 
     def send(self, data: bytes) -> None:
         self._connection.send_bytes(data)
@@ -40,10 +39,15 @@ class Actor:
         wire.send(self._connection, "prepare", weights, version=version, crc32=crc32)
 
     def receive(self) -> list[bytes]:
-        """What the worker has sent; waits for the first message. EOFError once it has ended."""
+        """What the worker has sent; waits for the first message. Once it has ended: its error, or EOFError."""
         found = []
-        while self._connection.poll(0.0 if found else POLL_S):
-            found.append(self._connection.recv_bytes())
+        try:
+            while self._connection.poll(0.0 if found else POLL_S):
+                found.append(self._connection.recv_bytes())
+        except EOFError:
+            if not found:
+                self._served.result()
+                raise
         return found
 
     def where(self) -> tuple[str, int]:
@@ -80,7 +84,7 @@ class RayLink:
         try:
             found = ray.get(self.reply)
         except ray.exceptions.RayTaskError as error:
-            self._gone = f"ended: {error.cause}"
+            self._gone = f"ended: {type(error.cause).__name__} {error.cause}".strip()
             raise EOFError from None
         except ray.exceptions.RayError as error:
             self._gone = str(error).strip().splitlines()[0]

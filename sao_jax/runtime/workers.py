@@ -24,7 +24,12 @@ from sao_jax.runtime.trace import Trace
 from sao_jax.runtime.weights import save_weights
 
 RETRY_S = 1.0  # before a publication or the start of a process is tried again
+FAILED_STARTS = 3  # by each process in a row, with none that became ready: then they never will
 START_TIMEOUT_S = 600.0  # a process that compiles says nothing meanwhile
+
+
+class FailedWorkersError(ValueError):
+    """No rollout process comes up."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -92,7 +97,7 @@ class Workers:
         self._slots = -(-config.slots // config.workers)
         self._processes: list[_Process] = []
         self._starts: list[float] = [0.0] * config.workers  # when processes that are missing may be started
-        self._number = 0
+        self._number, self._failed_starts = 0, 0
         self._router = Router(seed=config.seed)
         self._attempts: dict[int, _Attempt] = {}
         self._failures: list[Failure] = []
@@ -235,6 +240,11 @@ class Workers:
             attempt = self._attempts.pop(rollout).attempt
             self._failures.append(Failure(rollout, attempt, f"worker {process.name}: {reason}"))
         self.note(f"worker {process.name} is replaced: {reason}; {len(lost)} attempts start again")
+        self._failed_starts += not process.ready
+        if self._failed_starts >= FAILED_STARTS * self._config.workers:
+            raise FailedWorkersError(
+                f"{self._failed_starts} rollout processes in a row did not start; {process.name}: {reason}"
+            )
         self._starts.append(self._clock() + (pause_s if process.ready else RETRY_S))
         if self._coming is not None:
             self._coming.waiting.discard(process)
@@ -364,7 +374,7 @@ class Workers:
 
     def _welcome(self, process: _Process) -> None:
         """Weights for a process that has just become ready: those on their way if there are any, else those in use."""
-        process.ready = True
+        process.ready, self._failed_starts = True, 0
         coming, current = self._coming, self._current
         if coming is not None and coming.crc32 is not None:
             coming.waiting.add(process)

@@ -220,3 +220,10 @@ def test_a_hot_process_gets_nothing(make):
     assert [e["name"] for e in hot] == ["w1"]
     assert workers._router.workers["w1"].latency_s is None, "it never had a task"
     assert workers.utilization() == [(0.5, 0.25), (0.5, 0.25)]
+
+
+def test_processes_that_never_start_end_the_run(make, monkeypatch):
+    monkeypatch.setattr(links, "COMMAND", (sys.executable, "-c", "raise SystemExit('no module named torch')"))
+    workers = make(count=2)
+    with pytest.raises(module.FailedWorkersError, match=r"6 rollout .* exit code 1: no module named torch"):
+        until(workers, lambda: False)
