@@ -12,6 +12,10 @@ from sao_jax.runtime.config_checks import check_effects, check_values
 from sao_jax.runtime.presets import CRITIC_ONLY, GROUP_BASELINES, PRESETS
 
 
+# Flags that runs of earlier versions do not have. Their defaults do what those versions did.
+ADDED = ("workers", "backend", "worker_timeout", "concurrency", "target_utilization")
+
+
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
     """Flags of a training run. `None` means: decided by the preset, or not in use."""
@@ -363,7 +367,7 @@ class RunConfig:
         if not isinstance(values, dict):
             raise ValueError("config.json is damaged: it holds no table of flags")
         known = {field.name for field in dataclasses.fields(cls)}
-        unknown, missing = sorted(set(values) - known), sorted(known - set(values))
+        unknown, missing = sorted(set(values) - known), sorted(known - set(values) - set(ADDED))
         if unknown:
             raise ValueError(f"config.json has unknown keys: {', '.join(unknown)}")
         if missing:

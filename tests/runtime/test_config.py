@@ -266,3 +266,13 @@ def test_every_flag_has_a_help_text():
         and not (isinstance(after, ast.Expr) and isinstance(getattr(after.value, "value", None), str))
     ]
     assert names == []
+
+
+def test_a_run_of_an_earlier_version_is_read():
+    import json
+
+    from sao_jax.runtime.config import ADDED
+
+    new = RunConfig(seed=3).resolved()
+    old = {k: v for k, v in json.loads(new.to_json()).items() if k not in ADDED}
+    assert RunConfig.from_json(json.dumps(old)) == new
