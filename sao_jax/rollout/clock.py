@@ -4,16 +4,19 @@ import contextlib
 import time
 from collections.abc import Iterator
 
+NAP_S = 0.05
+
 
 class Clock:
     """Seconds since the start: real time, less what is not to count, plus simulated waits skipped instead of slept.
 
     clock() reads it; while it is stopped it stands still. A run with simulated environments takes only its compute
-    time, and is charged for the waits all the same, with everything that overlaps them.
+    time, and is charged for the waits all the same, with everything that overlaps them. With `sleeps` they are slept
+    after all, so that devices are seen to idle.
     """
 
-    def __init__(self, real=time.monotonic):
-        self._real = real
+    def __init__(self, real=time.monotonic, *, sleeps: bool = False):
+        self._real, self._sleeps = real, sleeps
         self._zero = real()
         self._frozen: float | None = None
 
@@ -21,9 +24,14 @@ class Clock:
         return self._real() - self._zero if self._frozen is None else self._frozen
 
     def skip_to(self, moment: float) -> None:
-        """Passes the time until `moment`, which may lie in the past. This counts even while the clock is stopped."""
+        """Passes the time until `moment`, which may lie in the past. This counts even while the clock is stopped.
+
+        Where it is slept, part of it may be left: what else there is to do is not to wait for long.
+        """
         if self._frozen is not None:
             self._frozen = max(self._frozen, moment)
+        elif self._sleeps:
+            time.sleep(min(max(0.0, moment - self()), NAP_S))
         else:
             self._zero -= max(0.0, moment - self())
 

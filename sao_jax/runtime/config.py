@@ -11,9 +11,8 @@ from sao_jax.models.config import ModelConfig
 from sao_jax.runtime.config_checks import check_effects, check_values
 from sao_jax.runtime.presets import CRITIC_ONLY, GROUP_BASELINES, PRESETS
 
-
 # Flags that runs of earlier versions do not have. Their defaults do what those versions did.
-ADDED = ("workers", "backend", "worker_timeout", "concurrency", "target_utilization")
+ADDED = ("env_sleep", "workers", "backend", "worker_timeout", "concurrency", "target_utilization")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +63,8 @@ class RunConfig:
     on the run's clock (`clock_s` in the metrics) and not slept through."""
     env_sigma: float | None = None
     """Standard deviation of the logarithm of simulated environment times (1.29: p99 is 20 times the median)."""
+    env_sleep: bool = False
+    """Sleep through simulated environment times instead, to see what devices do meanwhile."""
     clock: Literal["wall", "cpu"] = "wall"
     """What the run's clock counts besides simulated waits: the wall's time, or this process's CPU time, which waiting
     for a core does not lengthen (for comparisons; one device, no GPU)."""

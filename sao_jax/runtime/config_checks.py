@@ -44,6 +44,7 @@ def check_effects(config: "RunConfig") -> None:
         ),
         ("sequence_kl", loss == "dis", "--policy-loss dis"),
         ("env_sigma", config.env_seconds is not None, "--env-seconds"),
+        ("env_sleep", config.env_seconds is not None and config.clock == "wall", "--env-seconds and --clock wall"),
         ("env_seconds", config.workers == 0, "environments beside the learner, not --workers"),
         ("clock", config.workers == 0, "a run in one process, not --workers"),
         ("target_utilization", config.concurrency == "auto", "--concurrency auto"),
@@ -121,6 +122,10 @@ def check_values(config: "RunConfig") -> None:
         raise ValueError(f"--batch-size {config.batch_size} is not a multiple of --n-samples-per-prompt {n}")
     if config.baseline in ("batch_mean", "spo") and config.batch_size < 2:
         raise ValueError(f"baseline {config.baseline} needs --batch-size of at least 2")
+    if config.concurrency == "auto" and config.env_seconds is not None and not config.env_sleep:
+        raise ValueError(
+            "--concurrency auto needs --env-sleep here; devices do not idle through waits that are skipped"
+        )
     if config.baseline == "spo" and config.train_tasks is None:
         raise ValueError("baseline spo keeps a count per task; it needs --train-tasks, so that tasks come back")
     if config.forced_staleness is not None and config.over_stale != "train":

@@ -140,7 +140,7 @@ def make_backend(config: RunConfig, folder: pathlib.Path) -> Backend:
 
 def make_clock(config: RunConfig, mesh: jax.sharding.Mesh) -> Clock:
     if config.clock == "wall":
-        return Clock()
+        return Clock(sleeps=config.env_sleep)
     if mesh.size > 1 or mesh.devices.flat[0].platform != "cpu":
         raise ValueError("--clock cpu needs one CPU device (--devices 1): it counts what one core has to do")
     return Clock(time.process_time)

@@ -37,6 +37,26 @@ def test_skipped_and_stopped_time():
     assert clock() == 4.0
 
 
+def test_waits_that_are_slept_pass_in_short_naps(monkeypatch):
+    hand, naps = Hand(), []
+
+    def sleep(seconds):
+        naps.append(seconds)
+        hand.now += seconds
+
+    monkeypatch.setattr("time.sleep", sleep)
+    clock = Clock(hand, sleeps=True)
+    clock.skip_to(0.03)
+    clock.skip_to(0.02)  # past
+    clock.skip_to(7.0)
+    assert naps == pytest.approx([0.03, 0.0, 0.05])
+    assert clock() == pytest.approx(0.08)
+    with clock.stopped():
+        clock.skip_to(3.0)
+        assert clock() == 3.0
+    assert len(naps) == 3
+
+
 def test_simulated_times_pass_on_the_clock_alone_and_order_the_answers():
     family, hand = Tiny(turns=2), Hand()
     clock = Clock(hand)

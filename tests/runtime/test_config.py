@@ -46,6 +46,9 @@ def test_options_of_the_critic_are_errors_without_one(name, baseline):
         (dict(critic_update="arrival", micro_rows=2), "--micro-rows has no effect"),
         (dict(policy_loss="gspo", denominator="action"), "--denominator has no effect"),
         (dict(policy_loss="ppo", sequence_kl=0.1), "--sequence-kl has no effect here; it needs --policy-loss dis"),
+        (dict(env_sleep=True), "--env-sleep has no effect here; it needs --env-seconds"),
+        (dict(env_sleep=True, env_seconds=1.0, clock="cpu", devices=1), "--env-sleep has no effect here"),
+        (dict(concurrency="auto", env_seconds=1.0), "--concurrency auto needs --env-sleep here"),
         (dict(env_sigma=1.0), "--env-sigma has no effect here; it needs --env-seconds"),
         (dict(baseline="spo"), "baseline spo keeps a count per task; it needs --train-tasks"),
         (dict(dual_clip=3.0), "--dual-clip has no effect"),
@@ -180,8 +183,8 @@ FLOATS = [f.name for f in dataclasses.fields(RunConfig) if f.type in (float, "fl
 NEEDS = {
     "dual_clip": dict(policy_loss="ppo"), "kl_step": dict(kl="penalty"), "max_dead_groups": dict(baseline="grpo"),
     "preheat_epochs": dict(preheat_rollouts=8), "eps_low": dict(eps_high=0.2), "eps_high": dict(eps_low=0.2),
-    "env_sigma": dict(env_seconds=1.0), "target_utilization": dict(concurrency="auto"),
-    "worker_timeout": dict(workers=1),
+    "env_sigma": dict(env_seconds=1.0), "env_sleep": dict(env_seconds=1.0),
+    "target_utilization": dict(concurrency="auto"), "worker_timeout": dict(workers=1),
 }  # fmt: skip
 
 
