@@ -1,8 +1,6 @@
 """How each claim is measured. An entry is a function of a `Request` that returns a `Measured`."""
 
-import dataclasses
 import math
-import pathlib
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -10,49 +8,12 @@ from typing import Any
 import numpy as np
 
 from experiments._ablations import BASE, METHODS, PRESETS
-from experiments._claims_runtime import hot_spots, scheduling_latency
+from experiments._claim import Claim, Interval, Measured, Request, must
+from experiments._claims_runtime import hot_spots, recovery, scheduling_latency, throughput, utilization
 from experiments.ablate import Flags as AblateFlags
 from experiments.ablate import compare, finish_run, plan, warm_flags, warm_folder
 from sao_jax.report import ablation
 from sao_jax.report.intervals import mean_interval
-
-Interval = tuple[float, float, float]
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """How a claim is to be measured: with which sizes, where its runs lie, and on how many seeds (None: its own)."""
-
-    quick: bool
-    results: pathlib.Path
-    check: Callable[[], None]
-    seeds: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """`effect`: (mean, low, high) of what `reported` speaks of, positive where it goes in the reported direction;
-    `value`, `baseline`: the two sides; `sizes`: what the figures depend on."""
-
-    effect: Interval
-    value: float
-    baseline: float
-    seeds: list[int]
-    sizes: dict[str, Any]
-    notes: dict[str, Any] = dataclasses.field(default_factory=dict)
-    null: float = 0.0  # the effect that would mean nothing
-
-
-@dataclasses.dataclass(frozen=True)
-class Claim:
-    """`reported` and `reported_baseline` are the two sides as reported, `effect` the difference or share in `unit`."""
-
-    text: str
-    reported: float | None
-    reported_baseline: float | None
-    effect: float
-    unit: str
-    measure: Callable[..., Measured]
 
 
 def _cells(preset: str, methods: tuple[str, ...], asked: Request) -> list[ablation.Cell]:
@@ -172,12 +133,12 @@ def value_error(asked: Request) -> Measured:
     found: dict[str, dict[str, list[float]]] = {}
     for seed in seeds:
         start = warm_folder(asked.results, BASE["task"], seed, quick)
-        _must(finish_run(start, warm_flags(BASE["task"], seed, quick), check))
+        must(finish_run(start, warm_flags(BASE["task"], seed, quick), check))
         for targets in ("mc", "dis"):
             folder = asked.results / ("value-error-quick" if quick else "value-error") / f"{targets}_s{seed}"
             flags = BASE | METHODS["sao"] | dict(critic_targets=targets, seed=seed, rollouts=rollouts, eval_every=0)
             flags |= dict(env_seconds=0.1, init_from=str(start.resolve()))
-            _must(finish_run(folder, flags, check))
+            must(finish_run(folder, flags, check))
             config = read_config(folder)
             family, context = family_and_context(config)
             learner = make_learner(config, family, context, data_mesh(config.devices))
@@ -293,15 +254,6 @@ def action_only(asked: Request) -> Measured:
     return Measured((mean, math.nan, math.nan), 100 - mean, 100.0, [0], sizes, notes)
 
 
-def _must(error: str) -> None:
-    if error:
-        raise ValueError(error)
-
-
-def _runtime(measure: Callable[..., dict[str, Any]]) -> Callable[..., Measured]:
-    return lambda *arguments: Measured(**measure(*arguments))
-
-
 CLAIMS: dict[str, Claim] = {
     "value-error": Claim("error of the value estimate", 6.3, 18.7, 100 * (1 - 6.3 / 18.7), "% less error", value_error),
     "steps-to-accuracy": Claim("rollouts to the same accuracy", None, None, 58.0, "% fewer", steps_to_accuracy),
@@ -311,10 +263,11 @@ CLAIMS: dict[str, Claim] = {
     "preheating": Claim("preheating the value model speeds up convergence", None, None, 0.0, "% fewer", preheating),
     "kl-bound": Claim("KL(rollout || new) at or under 0.05", 100.0, None, 100.0, "% of updates", kl_bound),
     "action-only": Claim("computation of head, loss and recursion", None, None, 40.0, "% less", action_only),
-    "scheduling-latency": Claim(
-        "99 % quantile from task ready to started", 3.0, 12.0, 4.0, "times shorter", _runtime(scheduling_latency)
-    ),
-    "hot-spots": Claim("device time above its limit, simulated", None, None, 0.0, "% less", _runtime(hot_spots)),
+    "utilization": Claim("devices busy, % of the time", 92.0, 40.0, 52.0, "points", utilization),
+    "throughput": Claim("samples per second", 74.0, 32.0, 2.3, "times as many", throughput),
+    "scheduling-latency": Claim("p99 from task ready to started", 3.0, 12.0, 4.0, "times shorter", scheduling_latency),
+    "hot-spots": Claim("device time above its limit, simulated", None, None, 0.0, "% less", hot_spots),
+    "recovery": Claim("from a fault until work goes on", None, None, 1.0, "times shorter than a minute", recovery),
     "update-latency": Claim("from minutes to seconds", None, None, 60.0, "times shorter", update_latency),
 }  # fmt: skip
 

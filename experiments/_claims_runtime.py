@@ -1,17 +1,31 @@
-"""How the claims about the runtime are measured: scheduling, hot spots."""
+"""How the claims about the runtime are measured: idle devices, scheduling, hot spots, recovery from faults."""
 
+import contextlib
+import math
+import os
+import pathlib
 import queue
+import signal
 import statistics
+import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
+from experiments._ablations import GRPO, NO_CRITIC
+from experiments._claim import Measured, Request, must
+from experiments.ablate import COMMAND, ROOT, finish_run, warm_flags, warm_folder
 from sao_jax.report.intervals import mean_interval
+from sao_jax.rollout.agents import Failure
+from sao_jax.runtime.config import RunConfig
+from sao_jax.runtime.ledger import Ledger, LedgerError
+from sao_jax.runtime.links import LocalBackend
 from sao_jax.runtime.router import NoWorkerError, Router
 from sao_jax.runtime.simulation import Cluster, simulate
+from sao_jax.runtime.workers import Workers
 
 WORKERS, TASKS = 64, 10_000
 TASK_MS, SIGMA, LOAD = 10.0, 1.29, 0.6  # median task, spread of its logarithm, mean load of all workers
@@ -86,20 +100,20 @@ def start_latencies(policy: str, tasks: int, seed: int, check: Callable[[], None
     return started - ready, decision
 
 
-def scheduling_latency(quick, results, check) -> dict[str, Any]:
+def scheduling_latency(asked: Request) -> Measured:
     """Median of the 99 % quantiles over repetitions, static against adaptive."""
-    tasks, repetitions = (1000, 2) if quick else (TASKS, 5)
+    tasks, repetitions = (1000, asked.seeds or 2) if asked.quick else (TASKS, asked.seeds or 5)
     figures: dict[str, list[np.ndarray]] = {"adaptive": [], "round_robin": []}
     for seed in range(repetitions):
         for policy, found in figures.items():
-            latency, decision = start_latencies(policy, tasks, seed, check)
+            latency, decision = start_latencies(policy, tasks, seed, asked.check)
             found.append(1e3 * np.array([*np.percentile(latency, [50, 99]), np.percentile(decision, 99)]))
     ours, theirs = (np.array(figures[p]) for p in ("adaptive", "round_robin"))
     notes = {
         f"{p} {name}": round(float(np.median(np.array(figures[p])[:, i])), 3)
         for p in figures for i, name in enumerate(("p50 [ms]", "p99 [ms]", "decision p99 [ms]"))
     }  # fmt: skip
-    return dict(
+    return Measured(
         effect=mean_interval((theirs[:, 1] / ours[:, 1]).tolist()),
         value=float(np.median(ours[:, 1])),
         baseline=float(np.median(theirs[:, 1])),
@@ -110,20 +124,238 @@ def scheduling_latency(quick, results, check) -> dict[str, Any]:
     )
 
 
-def hot_spots(quick, results, check) -> dict[str, Any]:
+def hot_spots(asked: Request) -> Measured:
     """Share of device time above the limit in a simulated cluster, with and without temperatures in the weights."""
-    cluster, tasks = Cluster(workers=64, load=0.7, warmest_c=50.0), 2000 if quick else 20_000
-    seeds = list(range(2 if quick else 5))
+    cluster, tasks = Cluster(workers=64, load=0.7, warmest_c=50.0), 2000 if asked.quick else 20_000
+    seeds = list(range(asked.seeds or (2 if asked.quick else 5)))
     hot: dict[bool, list[float]] = {True: [], False: []}
     for seed in seeds:
         for balance, found in hot.items():
-            check()
+            asked.check()
             found.append(100 * simulate(cluster, tasks, balance=balance, seed=seed).hot)
     less = [100 * (1 - a / b) if b else 0.0 for a, b in zip(hot[True], hot[False], strict=True)]
-    return dict(
+    return Measured(
         effect=mean_interval(less),
         value=statistics.fmean(hot[True]),
         baseline=statistics.fmean(hot[False]),
         seeds=seeds,
         sizes={"workers": cluster.workers, "tasks": tasks, "load": cluster.load},
+    )
+
+
+# -- idle devices ------------------------------------------------------------------------------------------------------
+
+# The same engine and learner, and environments that sleep for times drawn from the same distribution. Neither side has
+# a critic, and no group is dropped, so that a sample costs both the same.
+OVERLAP = dict(
+    task="calculator", batch_size=64, eval_every=0, eval_tasks=16, env_seconds=0.1, env_sleep=True,
+    checkpoint_every=1_000_000, keep_checkpoints=1,
+)  # fmt: skip
+SIDES = {
+    "single": NO_CRITIC | dict(baseline="batch_mean", concurrency="auto"),
+    "groups": GRPO | dict(max_staleness=0, drop_dead_groups=False),
+}
+SIGMAS = (0.0, 0.65, 1.29)
+SIGMA_REPORTED = 1.29
+
+
+def overlap(asked: Request) -> tuple[dict[tuple[str, float], list[dict[str, float]]], list[int], dict]:
+    """Figures by (side, sigma), one per seed, of asynchronous single trajectories and of synchronous groups."""
+    seeds, rollouts = list(range(asked.seeds or (1 if asked.quick else 3))), 256 if asked.quick else 512
+    found: dict[tuple[str, float], list[dict[str, float]]] = {}
+    for seed in seeds:
+        start = warm_folder(asked.results, OVERLAP["task"], seed, asked.quick)
+        must(finish_run(start, warm_flags(OVERLAP["task"], seed, asked.quick), asked.check))
+        for sigma in (SIGMA_REPORTED,) if asked.quick else SIGMAS:
+            for side, flags in SIDES.items():
+                name = f"{side}_sigma={sigma}_rollouts={rollouts}_s{seed}"
+                folder = asked.results / ("overlap-quick" if asked.quick else "overlap") / name
+                flags = OVERLAP | flags | dict(env_sigma=sigma, seed=seed, rollouts=rollouts, init_from=str(start))
+                must(finish_run(folder, flags, asked.check))
+                found.setdefault((side, sigma), []).append(overlap_figures(folder))
+    return found, seeds, {"rollouts": rollouts, "batch": OVERLAP["batch_size"], "median_s": OVERLAP["env_seconds"]}
+
+
+def overlap_figures(folder: pathlib.Path) -> dict[str, float]:
+    """Between the first and the last update: share of the time that devices were busy, and samples per second."""
+    with Ledger(folder / "ledger.sqlite", read_only=True) as ledger:
+        events = list(ledger.events(kinds=("update", "concurrency")))
+    updates = [e for e in events if e.kind == "update"]
+    between = [
+        e.payload for e in events
+        if e.kind == "concurrency" and updates[0].position < e.position < updates[-1].position
+    ]  # fmt: skip
+    return {
+        "utilization": 100 * statistics.fmean(p["utilization"] for p in between),
+        "by slots": 100 * statistics.fmean(p["utilization_slots"] for p in between),
+        "samples/s": sum(e.payload["rollouts"] for e in updates[1:]) / (updates[-1].time - updates[0].time),
+    }
+
+
+def _sides(asked: Request, figure: str, effect: Callable[[float, float], float], null: float) -> Measured:
+    found, seeds, sizes = overlap(asked)
+    notes = {
+        f"{side}, sigma {sigma:g}": {name: round(statistics.median(r[name] for r in runs), 2) for name in runs[0]}
+        for (side, sigma), runs in found.items()
+    }
+    ours, theirs = ([r[figure] for r in found[side, SIGMA_REPORTED]] for side in ("single", "groups"))
+    return Measured(
+        mean_interval([effect(a, b) for a, b in zip(ours, theirs, strict=True)]),
+        statistics.median(ours), statistics.median(theirs), seeds, sizes | {"sigma": SIGMA_REPORTED}, notes, null,
+    )  # fmt: skip
+
+
+def utilization(asked: Request) -> Measured:
+    """Points by which devices are busier with single trajectories than with synchronous groups of 8."""
+    return _sides(asked, "utilization", lambda a, b: a - b, 0.0)
+
+
+def throughput(asked: Request) -> Measured:
+    """Samples per second with single trajectories over those with synchronous groups of 8."""
+    return _sides(asked, "samples/s", lambda a, b: a / b, 1.0)
+
+
+# -- recovery ----------------------------------------------------------------------------------------------------------
+
+MODEL = dict(dim=64, layers=2, heads=2, kv_heads=1, head_dim=32, mlp_dim=128)
+HUNG_S = 3.0  # without a sign of life
+
+
+class Busy:
+    """Rollout processes that are kept full; attempts that fail are started again at once.
+
+    `restarted`: times at which attempts that had failed were started again; `noted`: at which processes were replaced.
+    """
+
+    def __init__(self, folder: pathlib.Path, check: Callable[[], None]):
+        import jax
+
+        from sao_jax.runtime.run import family_and_context, random_policy
+
+        config = RunConfig(**MODEL, task="calculator", workers=2, slots=16, worker_timeout=HUNG_S)
+        family, context = family_and_context(config)
+        self.noted: list[tuple[float, str]] = []
+        self.restarted: list[float] = []
+        self.workers = Workers(
+            config, family, context, folder, LocalBackend(folder / "workers"),
+            note=lambda line: self.noted.append((time.monotonic(), line)),
+        )  # fmt: skip
+        self.params = jax.tree.map(np.asarray, random_policy(config, family))
+        self.workers.publish(self.params, 0)
+        self._check, self._next, self._again = check, 0, []
+
+    def turn(self) -> None:
+        self._check()
+        for item in self.workers.collect(wait=0.01):
+            if isinstance(item, Failure):
+                self._again.append((item.rollout, item.attempt + 1))
+        while self.workers.free > 0:
+            if self._again:
+                rollout, attempt = self._again.pop()
+                self.restarted.append(time.monotonic())
+            else:
+                rollout, attempt, self._next = self._next, 0, self._next + 1
+            self.workers.start("train", rollout, rollout=rollout, attempt=attempt)
+
+    def until(self, holds: Callable[[], bool], seconds: float = 120.0) -> float:
+        """Goes on until `holds()`; returns the time then."""
+        deadline = time.monotonic() + seconds
+        while not holds():
+            if time.monotonic() > deadline:
+                raise ValueError(f"no recovery within {seconds:g} s: {self.noted[-1:]}")
+            self.turn()
+        return time.monotonic()
+
+    def whole(self) -> bool:
+        """Every process samples with the newest weights and has work."""
+        entries = self.workers.describe()
+        newest = self.workers.version
+        return len(entries) == 2 and all(e["version"] == newest and e["running"] for e in entries)
+
+
+def worker_faults(folder: pathlib.Path, repetitions: int, check) -> dict[str, list[dict[str, float]]]:
+    """Seconds from a fault of a rollout process until it is noticed, until its attempts run again elsewhere, and until
+    another process has taken its place."""
+    folder.mkdir(parents=True, exist_ok=True)
+    busy, found = Busy(folder, check), {}
+    try:
+        for fault, name in ((signal.SIGKILL, "process killed"), (signal.SIGSTOP, "process hung")):
+            for _ in range(repetitions):
+                busy.until(busy.whole)
+                victim = busy.workers.describe()[0]
+                lost, restarted, noted = victim["running"], len(busy.restarted), len(busy.noted)
+                begin = time.monotonic()
+                os.kill(int(victim["where"].split()[-1]), fault)
+                noticed = busy.until(lambda noted=noted: len(busy.noted) > noted)
+                again = busy.until(lambda count=restarted + lost: len(busy.restarted) >= count)
+                replaced = busy.until(busy.whole)
+                times = {"noticed": noticed, "attempts run again": again, "process replaced": replaced}
+                found.setdefault(name, []).append({k: v - begin for k, v in times.items()})
+    finally:
+        busy.workers.close()
+    return found
+
+
+def run_faults(folder: pathlib.Path, repetitions: int, check) -> list[dict[str, float]]:
+    """Seconds from a kill of a whole run, started again at once, until it has made an update more than before."""
+    flags = MODEL | dict(task="calculator", batch_size=16, warm_start_steps=0, preheat_rollouts=0, rollouts=10**6)
+    flags |= dict(eval_every=0, eval_tasks=8, checkpoint_every=8, run_dir=str(folder))
+    words = [word for k, v in flags.items() for word in (f"--{k.replace('_', '-')}", str(v))]
+    log = folder.with_suffix(".txt").open("w")
+
+    def start(*words: str) -> subprocess.Popen:
+        return subprocess.Popen([*COMMAND, *words], cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+
+    def updates() -> int:
+        if not (folder / "ledger.sqlite").exists():
+            return 0
+        with contextlib.suppress(LedgerError), Ledger(folder / "ledger.sqlite", read_only=True) as ledger:
+            return sum(1 for _ in ledger.events(kinds=("update",)))
+        return 0
+
+    def until(process: subprocess.Popen, count: int) -> None:
+        while updates() < count:
+            check()
+            if process.poll() is not None:
+                raise ValueError(f"the run ended, see {log.name}")
+            time.sleep(0.05)
+
+    found, process = [], start(*words)
+    try:
+        until(process, 10)
+        for _ in range(repetitions):
+            process.kill()
+            process.wait()
+            before, begin = updates(), time.monotonic()
+            process = start("--resume", str(folder))
+            until(process, before + 1)
+            found.append({"next update": time.monotonic() - begin})
+            until(process, before + 4)
+    finally:
+        process.kill()
+        process.wait()
+        log.close()
+    return found
+
+
+def recovery(asked: Request) -> Measured:
+    """A minute over the slowest recovery, its 95 % quantile over repetitions; every fault is in the notes."""
+    repetitions = asked.seeds or (2 if asked.quick else 10)
+    with tempfile.TemporaryDirectory() as folder:
+        found = worker_faults(pathlib.Path(folder) / "workers", repetitions, asked.check)
+        found["run killed"] = run_faults(pathlib.Path(folder) / "run", repetitions, asked.check)
+    notes = {}
+    for fault, cases in found.items():
+        for stage in cases[0]:
+            p50, p95 = np.percentile([case[stage] for case in cases], [50, 95])
+            notes[f"{fault}: {stage}, p50 / p95 [s]"] = [round(float(p50), 2), round(float(p95), 2)]
+    worst = max(found, key=lambda fault: max(max(case.values()) for case in found[fault]))
+    seconds = [max(case.values()) for case in found[worst]]
+    return Measured(
+        mean_interval([60.0 / s for s in seconds]),
+        float(np.percentile(seconds, 95)),
+        math.nan,
+        list(range(repetitions)),
+        {"workers": 2, "hung_s": HUNG_S, "worst": worst},
+        notes,
     )

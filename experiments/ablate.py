@@ -121,7 +121,14 @@ def warm_folder(results: pathlib.Path, task: str, seed: int, quick: bool) -> pat
 
 
 def arguments(flags: Mapping[str, Any]) -> list[str]:
-    return [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    """As on a command line; a flag that takes no value is there where it is true."""
+    words = []
+    for name, value in flags.items():
+        if RunConfig.__annotations__[name] is not bool:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+        elif value:
+            words.append(f"--{name.replace('_', '-')}")
+    return words
 
 
 def finish_run(
