@@ -123,6 +123,7 @@ class Loop:
             if self.run.agents.dispatch():
                 self.note_burst(self.run.engine.last_schedule)
             if ended:
+                self._schedule.append(("clock", {"clock_s": self.run.clock()}))  # no checkpoint has it yet
                 self._digest(ended, idle=False)
                 report(len(ledger.finished()))
         self._collecting, self.limit = False, limit

@@ -95,6 +95,9 @@ def test_a_run_that_was_stopped_loses_and_repeats_nothing(stopped_run):
     assert_whole(record, rollouts=120)
     assert [payload["version"] for payload in record.of_kind("update")] == list(range(1, 31))
     assert record.of_kind("restart"), "no attempt was under way at a stop"
+    clocks = [e["clock_s"] for kind in ("clock", "update") for e in record.of_kind(kind)]
+    assert len(record.of_kind("clock")) > 1
+    assert clocks == sorted(clocks), "what a stop interrupts has been paid for"
 
 
 @pytest.mark.slow
