@@ -139,6 +139,7 @@ class Loop:
             if self.run.agents.dispatch():
                 self.note_burst(self.run.agents.last_schedule)
             if ended:
+                self._schedule.append(("clock", {"clock_s": self.run.clock()}))  # no checkpoint has it yet
                 self._digest(ended, idle=False)
                 report(len(ledger.finished()))
         self._collecting, self.limit = False, limit

@@ -170,6 +170,8 @@ class Stages:
         done = next(iter(run.ledger.events(kinds=("preheat",))), None)
         if done is not None and done.position <= position:
             return done.position
+        for event in run.ledger.events(kinds=("clock",)):
+            run.clock.restore(event.payload["clock_s"])  # what was collected before a kill has been paid for
         if config.preheat_from:
             rows, rollouts = self._rows_of(pathlib.Path(config.preheat_from)), []
         else:

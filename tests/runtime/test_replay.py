@@ -20,6 +20,7 @@ from helpers import (
 
 from sao_jax.runtime.checkpoints import Checkpoints
 from sao_jax.runtime.config import RunConfig
+from sao_jax.runtime.ledger import Ledger
 from sao_jax.runtime.replay import compare, replay
 from sao_jax.runtime.run import read_config
 from sao_jax.runtime.signals import Interrupted
@@ -95,6 +96,19 @@ def test_a_run_that_was_stopped_loses_and_repeats_nothing(stopped_run):
     assert_whole(record, rollouts=120)
     assert [payload["version"] for payload in record.of_kind("update")] == list(range(1, 31))
     assert record.of_kind("restart"), "no attempt was under way at a stop"
+
+
+@pytest.mark.slow
+def test_a_run_stopped_while_it_preheats_goes_on_with_the_clock_it_had(tmp_path):
+    config, display = RunConfig(**FLAGS | dict(rollouts=4)).resolved(), SilentDisplay()
+    with pytest.raises(Interrupted):
+        train(config, tmp_path / "run", display, check=StopAt(12, display))
+    with Ledger(tmp_path / "run" / "ledger.sqlite") as ledger:
+        assert not list(ledger.events(kinds=("preheat",))), "it was stopped too late for this test"
+        ledger.record("clock", {"clock_s": 1000.0})
+    record, _ = run_with_stops(tmp_path / "run", (), rollouts=4)
+    assert len(record.of_kind("clock")) > 1
+    assert all(1000.0 < update["clock_s"] < 2000.0 for update in record.of_kind("update"))
 
 
 @pytest.mark.slow
