@@ -58,14 +58,16 @@ def _keep_freed_memory() -> None:
 
 
 def data_mesh(num_devices: int | None = None):
-    """A one-dimensional mesh with axis "data" over the first `num_devices` devices (default: all)."""
+    """A one-dimensional mesh with axis "data" over the first `num_devices` devices of each process (default: all)."""
     import jax
 
-    available = len(jax.devices())
-    count = num_devices or available
+    by_process = [jax.local_devices(process) for process in range(jax.process_count())]
+    count, available = num_devices or max(map(len, by_process)), min(map(len, by_process))
     if count > available:
-        raise ValueError(f"{count} devices asked for, {available} available")
-    return jax.make_mesh((count,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:count])
+        where = " on each of the hosts" if len(by_process) > 1 else ""
+        raise ValueError(f"{count} devices asked for, {available} available{where}")
+    devices = [device for its in by_process for device in its[:count]]
+    return jax.make_mesh((len(devices),), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
 
 
 class CompileCounter:
