@@ -102,9 +102,10 @@ class Programs:
         return sharding.shardings(self.specs, self.mesh)
 
     def abstract_state(self) -> dict:
-        """What `Checkpoints.restore` needs: shapes, types and, unless other processes have a part, shardings."""
+        """What `Checkpoints.restore` needs: shapes, types and shardings on this mesh; arrays of the host if other
+        processes have a part of it."""
         if self.mesh.is_multi_process:
-            return self.abstract
+            return jax.tree.map(lambda x: np.empty(x.shape, x.dtype), self.abstract)
         return jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.abstract, self.shardings
         )

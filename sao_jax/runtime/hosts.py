@@ -63,10 +63,9 @@ def join_jax(address: str, count: int, index: int) -> None:
     """Makes this process one of `count` that JAX computes with together; before anything touches a backend."""
     import jax
 
-    with contextlib.suppress(AttributeError):  # the only one there is, in versions without the option
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # Bound to this address only: JAX's default is every interface of the machine.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM for itself
+    # Bound to this address only: JAX's default is every interface of the machine.
     jax.distributed.initialize(
         address, count, index, coordinator_bind_address=address, initialization_timeout=int(START_S)
     )
@@ -86,10 +85,10 @@ class _End:
 
     def __init__(self, connections: dict[int, Connection]):
         self._connections, self._sending = connections, threading.Lock()
-        now = time.monotonic()
-        self._heard = dict.fromkeys(connections, now)
+        self._heard = dict.fromkeys(connections, time.monotonic())
 
     def start(self) -> None:
+        """Begins to listen; nothing is received before."""
         for number, work in enumerate((self._listen, self._stay_alive)):
             threading.Thread(target=work, name=f"hosts {number}", daemon=True).start()
 
@@ -141,7 +140,6 @@ class Leader(_End):
         self._signum = 0
         self._left: set[int] = set()
         self._changed = threading.Event()
-        self.start()
 
     def check(self) -> None:
         """Raises HostLost, or Interrupted if a follower was asked to stop."""
@@ -160,7 +158,7 @@ class Leader(_End):
     def _gone(self, index: int, reason: str) -> None:
         if index in self._left or self._lost is not None:
             return
-        self._lost = f"host {index} is gone ({reason}); --resume goes on from the newest checkpoint and the events"
+        self._lost = f"host {index} is gone ({reason}); start all again with --resume"
         self._changed.set()
         threading.Thread(target=_end_by_force, args=(self._lost, GRACE_S, EXIT_LOST), daemon=True).start()
 
@@ -168,8 +166,9 @@ class Leader(_End):
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        # The error of a compiled call may come before the news of why it failed.
-        if isinstance(error, ValueError | RuntimeError):
+        # JAX raises these when a collective fails, perhaps before the end of the connection has been seen.
+        failed = isinstance(error, ValueError | RuntimeError)
+        if failed:
             self._until(lambda: self._lost is not None, 1.0)
         exit_code = 0 if error is None else getattr(error, "exit_code", 1)
         if self._lost is None:
@@ -178,8 +177,8 @@ class Leader(_End):
         if self._left == self._connections.keys():
             leave_jax()
         else:  # JAX's own end waits for all hosts, and aborts if they do not come
-            atexit.register(os._exit, EXIT_LOST if self._lost is not None else exit_code)
-        if self._lost is not None and isinstance(error, Exception) and not isinstance(error, HostLost):
+            atexit.register(_end_now, EXIT_LOST if self._lost is not None else exit_code)
+        if self._lost is not None and failed:
             raise HostLost(self._lost) from error
 
     def _until(self, condition: Callable[[], bool], seconds: float) -> None:
@@ -198,7 +197,6 @@ class Follower(_End):
         self._ended = False
         self._name = f"host {index}"
         self._commands: queue.SimpleQueue = queue.SimpleQueue()
-        self.start()
 
     def commands(self, requested: Callable[[], int] = lambda: 0) -> Iterator[tuple[dict[str, Any], bytes]]:
         """Until the leader ends the run. `requested()`: a signal that asks to stop, which is for the leader to do."""
@@ -232,6 +230,12 @@ class Follower(_End):
     def _gone(self, index: int, reason: str) -> None:
         if not self._ended:
             _end_by_force(f"{self._name}: the leader is gone ({reason})", 0.0, EXIT_LOST)
+
+
+def _end_now(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _end_by_force(line: str | None, after_s: float, code: int) -> None:
@@ -270,9 +274,10 @@ def lead(
                 raise ValueError(problem)
             hosts[hello["index"]] = connection
     listener.close()
-    for connection in hosts.values():
-        wire.send(connection, "welcome", **welcome)
-    return Leader(hosts)
+    leader = Leader(hosts)
+    leader.tell("welcome", **welcome)
+    leader.start()
+    return leader
 
 
 def _accept(listener: Listener, arrivals: queue.SimpleQueue) -> None:
@@ -324,7 +329,9 @@ def follow(
         raise HostLost("the leader is gone") from None
     if message["kind"] == "refused":
         raise ValueError(message["reason"])
-    return Follower(connection, index), message
+    follower = Follower(connection, index)
+    follower.start()
+    return follower, message
 
 
 def _versions() -> dict[str, str]:
