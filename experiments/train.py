@@ -187,7 +187,7 @@ def lead(flags: Flags, config: RunConfig, folder: pathlib.Path, stop) -> dict:
         leader.check()
 
     with leader:
-        prepare_backend(config.devices)
+        prepare_backend(config.devices, flags.num_hosts)
         hosts.join_jax(jax_address, flags.num_hosts, 0)
         return work(flags, config, folder, check, leader)
 
@@ -201,7 +201,7 @@ def follow(flags: Flags, stop) -> int:
 
     from sao_jax.runtime.devices import prepare_backend
 
-    prepare_backend(welcome["devices"])
+    prepare_backend(welcome["devices"], flags.num_hosts)
     hosts.join_jax(welcome["coordinator"], flags.num_hosts, flags.host_index)
 
     from sao_jax.runtime.shared_learner import share

@@ -6,8 +6,8 @@ import os
 import pathlib
 
 
-def prepare_backend(num_devices: int | None = None) -> None:
-    """Chooses the platform, and on CPU the number of virtual devices (default: one per usable core).
+def prepare_backend(num_devices: int | None = None, num_hosts: int = 1) -> None:
+    """Chooses the platform, and on CPU the number of virtual devices of each host (default: one per usable core).
 
     Compiled programs are kept in the user's cache folder (JAX_COMPILATION_CACHE_DIR names another), so that the next
     start, a resume or a replay does not compile again.
@@ -37,9 +37,10 @@ def prepare_backend(num_devices: int | None = None) -> None:
         # blocks, or the reduction waits for ever. NPROC is where XLA reads the size of that pool.
         os.environ.setdefault("NPROC", str(2 * devices + 2))
         # With a device per core, splitting one product over threads gains nothing, and that pool of XLA's has been seen
-        # to stop for ever on a busy machine.
+        # to stop for ever on a busy machine. Over several hosts too, since it changes how a product is rounded: as many
+        # devices then give the same bits wherever they are.
         flags = os.environ.get("XLA_FLAGS", "")
-        if devices > 1 and "xla_cpu_multi_thread_eigen" not in flags:
+        if devices * num_hosts > 1 and "xla_cpu_multi_thread_eigen" not in flags:
             os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
 
 

@@ -235,8 +235,9 @@ def test_strangers_are_not_let_in(forced, monkeypatch):
     monkeypatch.setenv(hosts.TOKEN, "other")
     with pytest.raises(ValueError, match="has another secret in SAO_TOKEN"):
         hosts.follow(leading.address, 1, [], lambda: None)
-    knock(leading)
+    connection = knock(leading)
     leading.result().check()
+    connection.close()
 
 
 BLOCKED = """
