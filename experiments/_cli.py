@@ -32,6 +32,7 @@ def main(body: Callable[[], Any]) -> None:
 
     Tracebacks are for our own faults; set SAO_TRACEBACK=1 to see one for a user's error as well.
     """
+    from sao_jax.runtime.hosts import HostLost
     from sao_jax.runtime.signals import GracefulStop, Interrupted
 
     try:
@@ -41,6 +42,9 @@ def main(body: Callable[[], Any]) -> None:
     except Interrupted as interrupted:
         print(f"stopped: {interrupted}", file=sys.stderr)
         sys.exit(interrupted.exit_code)
+    except HostLost as lost:
+        print(f"stopped: {lost}", file=sys.stderr)
+        sys.exit(lost.exit_code)
     except BrokenPipeError:
         sys.exit(141)
     except (ValueError, OSError, UserError) as error:

@@ -3,6 +3,7 @@
 python -m experiments.train                            # the calculator task, a few minutes on two cores
 python -m experiments.train --resume runs/NAME         # go on after Ctrl-C, SIGTERM or a kill
 python -m experiments.train --replay runs/NAME         # train again from the stored trajectories, bit by bit
+python -m experiments.train --num-hosts 2 --coordinator HOST:PORT --host-index I      # the same on each host, I = 0, 1
 """
 
 import dataclasses
@@ -33,6 +34,15 @@ class Flags(RunConfig):
     """Also write trace.json, what the host and the devices did when, for ui.perfetto.dev."""
     device_readings: str | None = None
     """With --workers: temperatures and free memory of devices from a recording instead of NVIDIA's driver."""
+    num_hosts: int = 1
+    """Processes whose devices the learner spans; the first has the run folder and samples. Without --coordinator they
+    are started on this machine, and started again when one of them is gone."""
+    coordinator: str | None = None
+    """HOST:PORT where process 0 of several hosts waits for the others; the same on each of them, as all flags are, and
+    so is the secret in the environment variable SAO_TOKEN. Exit code 75: a host is gone, start all again with --resume.
+    """
+    host_index: int | None = None
+    """Which of the hosts this one is, from 0."""
 
 
 def main(stop) -> None:
@@ -54,6 +64,9 @@ def main(stop) -> None:
     for name in ("tensorboard", "trace", "device_readings"):
         if flags.replay and getattr(flags, name):
             raise ValueError(f"--{name.replace('_', '-')} has no effect with --replay")
+    check_hosts(flags)
+    if flags.host_index:
+        sys.exit(follow(flags, stop))
 
     from sao_jax.runtime.devices import prepare_backend
 
@@ -74,10 +87,8 @@ def main(stop) -> None:
         if not config.workers:
             raise ValueError("--device-readings has no effect here; it needs --workers")
         recorded_source(flags.device_readings)  # what is wrong with it is said before anything begins
-    prepare_backend(config.devices)
-
-    from sao_jax.report.progress import Display
-
+    if flags.num_hosts > 1 and config.clock == "cpu":
+        raise ValueError("--clock cpu counts the work of one process; it does not go with --num-hosts")
     if flags.replay:
         folder = pathlib.Path(flags.run_dir or f"{source}-replay")
     elif flags.resume:
@@ -90,24 +101,15 @@ def main(stop) -> None:
             raise ValueError(
                 f"{folder} holds a run already; continue it with --resume {folder}, or name another folder"
             )
-    with Display() as display:
-        if flags.replay:
-            from sao_jax.runtime.replay import replay
+    if flags.num_hosts > 1 and flags.coordinator is None:
+        from experiments._launch import launch
 
-            figures = replay(source, folder, display, resample=flags.resample, check=stop.check)
-        else:
-            from sao_jax.runtime.train import train
-
-            figures = train(
-                config,
-                folder,
-                display,
-                resume=bool(flags.resume),
-                tensorboard=flags.tensorboard,
-                trace=flags.trace,
-                readings=flags.device_readings,
-                check=stop.check,
-            )
+        sys.exit(launch(flags.num_hosts, folder, stop, again=bool(flags.resume or flags.replay)))
+    if flags.num_hosts == 1:
+        prepare_backend(config.devices)
+        figures = work(flags, config, folder, stop.check)
+    else:
+        figures = lead(flags, config, folder, stop)
     if flags.replay:
         print("\n".join(f"{name}: {value}" for name, value in figures.items()))
         if not figures["identical"]:
@@ -124,6 +126,96 @@ def main(stop) -> None:
     (curves,) = plot_run(folder)
     print("curves:", curves)
     print("report:", write_report(folder, curves.read_bytes()))
+
+
+def work(flags: Flags, config: RunConfig, folder: pathlib.Path, check, leader=None) -> dict:
+    from sao_jax.report.progress import Display
+
+    with Display() as display:
+        if flags.replay:
+            from sao_jax.runtime.replay import replay
+
+            source = pathlib.Path(flags.replay)
+            return replay(source, folder, display, resample=flags.resample, check=check, leader=leader)
+        from sao_jax.runtime.train import train
+
+        return train(
+            config,
+            folder,
+            display,
+            resume=bool(flags.resume),
+            tensorboard=flags.tensorboard,
+            trace=flags.trace,
+            readings=flags.device_readings,
+            check=check,
+            leader=leader,
+        )
+
+
+# -- several hosts -----------------------------------------------------------------------------------------------------
+
+
+def check_hosts(flags: Flags) -> None:
+    """Raises ValueError for flags of several hosts that do not fit together."""
+    if flags.num_hosts < 1:
+        raise ValueError(f"--num-hosts is {flags.num_hosts}; it must be at least 1")
+    for name in ("coordinator", "host_index"):
+        if getattr(flags, name) is not None and flags.num_hosts == 1:
+            raise ValueError(f"--{name.replace('_', '-')} has no effect here; it needs --num-hosts of at least 2")
+    if (flags.coordinator is None) != (flags.host_index is None):
+        raise ValueError("--coordinator and --host-index go together; without both, the hosts are started here")
+    if flags.host_index is not None and not 0 <= flags.host_index < flags.num_hosts:
+        raise ValueError(f"--host-index is {flags.host_index}; it must lie in [0, {flags.num_hosts})")
+
+
+def shared_flags() -> list[str]:
+    """The command line without the flag that differs between hosts."""
+    words, shared = iter(sys.argv[1:]), []
+    for word in words:
+        name, equals, _ = word.replace("_", "-").partition("=")
+        if name != "--host-index":
+            shared.append(word)
+        elif not equals:
+            next(words, None)
+    return shared
+
+
+def lead(flags: Flags, config: RunConfig, folder: pathlib.Path, stop) -> dict:
+    """The work of process 0, with the others' help."""
+    from sao_jax.runtime import hosts
+    from sao_jax.runtime.devices import prepare_backend
+
+    address = hosts.parse_address(flags.coordinator)
+    jax_address = f"{flags.coordinator.rpartition(':')[0]}:{hosts.free_port(address[0])}"
+    leader = hosts.lead(
+        address, flags.num_hosts, shared_flags(), stop.check, devices=config.devices, coordinator=jax_address
+    )
+
+    def check():
+        stop.check()
+        leader.check()
+
+    with leader:
+        prepare_backend(config.devices, flags.num_hosts)
+        hosts.join_jax(jax_address, flags.num_hosts, 0)
+        return work(flags, config, folder, check, leader)
+
+
+def follow(flags: Flags, stop) -> int:
+    """The work of another process; returns the exit code of the run."""
+    from sao_jax.runtime import hosts
+
+    address = hosts.parse_address(flags.coordinator)
+    follower, welcome = hosts.follow(address, flags.host_index, shared_flags(), stop.check)
+
+    from sao_jax.runtime.devices import prepare_backend
+
+    prepare_backend(welcome["devices"], flags.num_hosts)
+    hosts.join_jax(welcome["coordinator"], flags.num_hosts, flags.host_index)
+
+    from sao_jax.runtime.shared_learner import share
+
+    return share(follower, lambda: stop.signum)
 
 
 if __name__ == "__main__":

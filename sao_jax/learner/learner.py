@@ -4,7 +4,8 @@
     learner.accumulate()      gradient calls on every row not used yet
     learner.update()          the boundary: critic steps, policy step, smoothing; version + 1
 
-The result is a function of the order of these calls and the rows alone, so a recorded order can be replayed.
+The result is a function of the order of these calls and the rows alone, so a recorded order can be replayed, and every
+process of a mesh over several makes the same calls.
 """
 
 import time
@@ -13,10 +14,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from sao_jax.learner.layout import Layout
 from sao_jax.learner.objective import Choices, Numbers
 from sao_jax.learner.programs import FLOAT_FIELDS, INT_FIELDS, SCALAR_FIELDS, Programs
+from sao_jax.learner.sharding import own_copy, place
 from sao_jax.models.config import ModelConfig
 
 
@@ -50,13 +53,14 @@ class Learner:
         self.choices, self.layout, self.mesh = choices, layout, mesh
         self._replicated = jax.NamedSharding(mesh, jax.P())
         self._by_device = jax.NamedSharding(mesh, jax.P("data"))
-        self.numbers = jax.device_put(numbers.traced(), self._replicated)
-        self.state = self.programs.new_state(jax.device_put(policy, self._replicated))
+        self._own = [n for n, device in enumerate(mesh.devices.flat) if device in mesh.local_devices]
+        self.numbers = place(numbers.traced(), self._replicated)
+        self.state = self.programs.new_state(place(policy, self._replicated))
         self.version = 0
         self.critic_only = False
         self._totals = self.programs.new_totals()
         self._buffer = self.programs.new_buffer()
-        self._indices = [jax.device_put(jnp.int32(w), self._replicated) for w in range(layout.windows)]
+        self._indices = [place(jnp.int32(w), self._replicated) for w in range(layout.windows)]
         self._filled = self._pending = 0
         self.used_modes: set[str] = set()
         self._check: Callable[[], None] = _nothing  # called before each program; set while they are compiled
@@ -98,7 +102,7 @@ class Learner:
             np.stack([row[k].astype(np.float32) for k in FLOAT_FIELDS]),
             np.array([row[k] for k in SCALAR_FIELDS], np.float32),
         )
-        parts = jax.device_put((np.int32(device), np.int32(slot), *parts), self._replicated)
+        parts = place((np.int32(device), np.int32(slot), *parts), self._replicated)
         self._check()
         self._buffer = self.programs.put(self._buffer, *parts)
         self._filled += 1
@@ -130,10 +134,10 @@ class Learner:
                 self._totals,
                 self._buffer,
                 self._indices[index],
-                jax.device_put(live, self._by_device),
+                place(live, self._by_device),
                 self.numbers,
             )
-            self.watch(start, self._totals["sums"]["tokens"], live.mean(axis=1), f"gradient {mode}")
+            self.watch(start, self._totals["sums"]["tokens"], live.mean(axis=1)[self._own], f"gradient {mode}")
 
     # -- boundaries ----------------------------------------------------------------------------------------------
 
@@ -151,7 +155,7 @@ class Learner:
         mask = np.zeros((self.layout.devices, self.layout.slots), bool)
         for n in range(self._filled):
             mask[self.layout.place(n)] = True
-        return jax.device_put(mask, self._by_device)
+        return place(mask, self._by_device)
 
     def update(self) -> dict[str, jax.Array]:
         """Ends the batch, full or not. Returns metric sums still on the device.
@@ -221,18 +225,40 @@ class Learner:
                 self.score([row])
         self.state, self.version, self.critic_only = saved
         self._check = _nothing
+        if self.programs.shard_params:
+            self.published_policy()
+            self.whole_state()
         steps = ["put", "policy step"] + (["critic step"] if self.choices.has_critic else [])
         return steps + [f"gradient {mode}" for mode in sorted(self.used_modes)]
 
     # -- weights -------------------------------------------------------------------------------------------------
 
     def published_policy(self) -> dict:
-        """The policy's parameters, whole on every device, safe to keep: they are never donated."""
-        if not self.programs.shard_params:
-            return self.state["policy"]
-        return jax.device_put(self.state["policy"], self._replicated)
+        """The policy's parameters, whole on every device of this process, safe to keep: they are never donated."""
+        policy = self.state["policy"]
+        if self.programs.shard_params:
+            policy = self.programs.whole(policy)
+        return own_copy(policy, self.mesh)
+
+    def whole_state(self) -> dict:
+        """The state in arrays that this process can read all of, for a checkpoint."""
+
+        def whole(x):  # leaf by leaf: the devices have no room for all of a state that was cut
+            readable = x.is_fully_addressable or x.is_fully_replicated
+            return x if readable else multihost_utils.process_allgather(x, tiled=True)
+
+        return jax.tree.map(whole, self.state)
+
+    def start(self, policy: dict) -> None:
+        """Begins anew with these parameters: fresh optimizers, and a critic that starts as the policy."""
+        self._begin(self.programs.new_state(place(policy, self._replicated)), 0)
 
     def load(self, state: dict, version: int) -> None:
         """Continues from a restored state at a boundary."""
+        if self.mesh.is_multi_process:  # what was restored is the host's
+            state = jax.tree.map(place, state, self.programs.shardings)
+        self._begin(state, version)
+
+    def _begin(self, state: dict, version: int) -> None:
         self.state, self.version = state, version
         self._totals, self._filled, self._pending = self.programs.new_totals(), 0, 0

@@ -102,7 +102,10 @@ class Programs:
         return sharding.shardings(self.specs, self.mesh)
 
     def abstract_state(self) -> dict:
-        """What `Checkpoints.restore` needs: shapes, types and shardings on this mesh."""
+        """What `Checkpoints.restore` needs: shapes, types and shardings on this mesh; arrays of the host if other
+        processes have a part of it."""
+        if self.mesh.is_multi_process:
+            return jax.tree.map(lambda x: np.empty(x.shape, x.dtype), self.abstract)
         return jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.abstract, self.shardings
         )
@@ -168,8 +171,8 @@ class Programs:
         shapes |= {k: ((D, S), np.float32) for k in ("lambda_", "advantage", "staleness")}
         shapes |= {"length": ((D, S), np.int32), "truncated": ((D, S), bool)}
         on_mesh = jax.NamedSharding(self.mesh, P(sharding.AXIS))
-        buffer = {k: jax.device_put(np.zeros(*spec), on_mesh) for k, spec in shapes.items()}
-        return buffer | {"temperature": jax.device_put(np.ones((D, S), np.float32), on_mesh)}
+        buffer = {k: sharding.place(np.zeros(*spec), on_mesh) for k, spec in shapes.items()}
+        return buffer | {"temperature": sharding.place(np.ones((D, S), np.float32), on_mesh)}
 
     # -- programs ----------------------------------------------------------------------------------------------------
 
@@ -334,6 +337,11 @@ class Programs:
         scalars = {name: self.shardings[name] for name in ("kl_coef", "adv_mean", "adv_sq")}
         out = (self.shardings["policy"], self.shardings["policy_opt"], scalars, self._totals_shardings, None)
         return jax.jit(step_policy, donate_argnums=(1, 3), out_shardings=out)
+
+    @functools.cached_property
+    def whole(self):
+        """policy -> the same, whole on every device."""
+        return jax.jit(lambda policy: policy, out_shardings=jax.NamedSharding(self.mesh, P()))
 
     @functools.cached_property
     def clear(self):

@@ -4,10 +4,14 @@ Inside `shard_map` a replicated leaf is made device-varying before it is differe
 per-device sum, kept in an accumulator with a leading device axis and reduced once per update. A cut leaf is gathered
 inside the loss; the transpose of the gather sums and scatters its gradient, so that accumulator has the shape of the
 parameter itself. Both rules live here so that no gradient is summed twice or not at all.
+
+A mesh may span the devices of several processes. Each process then makes the same calls with the same host arrays, and
+reads its own devices only.
 """
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 P = jax.P
 AXIS = "data"
@@ -78,3 +82,35 @@ def reduce(total, specs):
 
 def shardings(specs, mesh):
     return _map(lambda spec: jax.NamedSharding(mesh, spec), specs)
+
+
+def place(tree, sharding):
+    """Arrays on the mesh, from values that every process has.
+
+    `jax.device_put` would compare the values between processes, with a collective for each.
+    """
+    if sharding.is_fully_addressable:
+        return jax.device_put(tree, sharding)
+
+    def pieces(x):
+        x = np.asarray(x)
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+    return jax.tree.map(pieces, tree)
+
+
+def own_mesh(mesh):
+    """The part of a mesh that this process has."""
+    return mesh.local_mesh if mesh.is_multi_process else mesh
+
+
+def own_copy(tree, mesh):
+    """Replicated arrays as arrays of this process's devices alone, which other programs of this process can read."""
+    if not mesh.is_multi_process:
+        return tree
+    own = jax.NamedSharding(own_mesh(mesh), P())
+
+    def part(x):
+        return jax.make_array_from_single_device_arrays(x.shape, own, [piece.data for piece in x.addressable_shards])
+
+    return jax.tree.map(part, tree)

@@ -12,11 +12,13 @@ import json
 import logging
 import os
 import pathlib
+import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 MANIFEST = "SHA256SUMS"
 META = "meta.json"
+TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a step that Orbax is writing
 
 _log = logging.getLogger(__name__)
 
@@ -117,7 +119,8 @@ class Checkpoints:
         wanted = _by_path(like)
         specs = {path: _spec(leaf) for path, leaf in wanted.items()}
         _check_leaves(step, specs, record["leaves"])
-        loaded = ocp.load(self.folder / str(step), _nested(specs))
+        with _alone():
+            loaded = ocp.load(self.folder / str(step), _nested(specs))
         leaves = [_finish(_at(loaded, path), leaf) for path, leaf in wanted.items()]
         return jax.tree.unflatten(jax.tree.structure(like), leaves), record["meta"]
 
@@ -136,25 +139,19 @@ class Checkpoints:
 
     def _write(self, step: int, tree: dict, text: str) -> None:
         """In the writer's thread: arrays, meta data, checksums, and only then the removal of old steps."""
-        from orbax.checkpoint import v1 as ocp
-
         self.folder.mkdir(parents=True, exist_ok=True)
-        # Opened for each save, since one that has failed would raise the same error at every later save. It is to
-        # preserve everything: by itself it would remove old steps before the new one has its checksums.
-        preserve = ocp.training.preservation_policies.PreserveAll()
-        with (
-            _quiet_orbax(),
-            ocp.training.Checkpointer(self.folder, preservation_policy=preserve, cleanup_tmp_directories=True) as orbax,
-        ):
-            orbax.save(step, tree, force=True)
-            folder = self.folder / str(step)
-            write_durably(folder / META, text)
-            sums = [f"{_sha256(folder / name)}  {name}" for name in _files(folder)]
-            write_durably(folder / MANIFEST, "\n".join(sums) + "\n")
-            for old in self._outdated():
-                # First of all the manifest, so that a half removed step is not taken for a damaged one.
-                (self.folder / str(old) / MANIFEST).unlink(missing_ok=True)
-                orbax.delete(old)
+        for torn in self.folder.glob(f"*{TEMPORARY}*"):  # what a kill during a save has left
+            shutil.rmtree(torn)
+        folder = self.folder / str(step)
+        with _quiet_orbax():
+            _save_arrays(folder, tree)
+        write_durably(folder / META, text)
+        sums = [f"{_sha256(folder / name)}  {name}" for name in _files(folder)]
+        write_durably(folder / MANIFEST, "\n".join(sums) + "\n")
+        for old in self._outdated():
+            # First of all the manifest, so that a half removed step is not taken for a damaged one.
+            (self.folder / str(old) / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(self.folder / str(old))
 
     def _outdated(self) -> list[int]:
         """Steps before the `keep` newest complete ones."""
@@ -214,6 +211,46 @@ def _quiet_orbax() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(outside_orbax)
+
+
+def _save_arrays(folder: pathlib.Path, tree: dict) -> None:
+    import jax
+    from orbax.checkpoint import v1 as ocp
+
+    if jax.process_count() == 1:
+        ocp.save(folder, tree)
+        return
+    # Of several processes this one alone has the folder. v1 would wait for the others all the same: it compares the
+    # paths of all processes, by collectives that get between those of the learner.
+    import orbax.checkpoint
+
+    options = orbax.checkpoint.options.MultiprocessingOptions(**_only_this_process())
+    handler = orbax.checkpoint.PyTreeCheckpointHandler(multiprocessing_options=options)
+    with orbax.checkpoint.Checkpointer(handler, multiprocessing_options=options) as orbax_checkpointer:
+        orbax_checkpointer.save(folder, args=orbax.checkpoint.args.PyTreeSave(tree))
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Orbax reads without waiting for other processes."""
+    import jax
+    from orbax.checkpoint import v1 as ocp
+
+    if jax.process_count() == 1:
+        yield
+        return
+    context = ocp.Context()
+    for name, value in _only_this_process().items():
+        setattr(context.multiprocessing, name, value)
+    with context:
+        yield
+
+
+def _only_this_process() -> dict[str, Any]:
+    import jax
+
+    me = jax.process_index()
+    return {"primary_host": me, "active_processes": {me}, "barrier_sync_key_prefix": "sao_jax"}
 
 
 def _one_line(error: BaseException) -> str:

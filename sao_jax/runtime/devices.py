@@ -6,8 +6,8 @@ import os
 import pathlib
 
 
-def prepare_backend(num_devices: int | None = None) -> None:
-    """Chooses the platform, and on CPU the number of virtual devices (default: one per usable core).
+def prepare_backend(num_devices: int | None = None, num_hosts: int = 1) -> None:
+    """Chooses the platform, and on CPU the number of virtual devices of each host (default: one per usable core).
 
     Compiled programs are kept in the user's cache folder (JAX_COMPILATION_CACHE_DIR names another), so that the next
     start, a resume or a replay does not compile again.
@@ -37,9 +37,10 @@ def prepare_backend(num_devices: int | None = None) -> None:
         # blocks, or the reduction waits for ever. NPROC is where XLA reads the size of that pool.
         os.environ.setdefault("NPROC", str(2 * devices + 2))
         # With a device per core, splitting one product over threads gains nothing, and that pool of XLA's has been seen
-        # to stop for ever on a busy machine.
+        # to stop for ever on a busy machine. Over several hosts too, since it changes how a product is rounded: as many
+        # devices then give the same bits wherever they are.
         flags = os.environ.get("XLA_FLAGS", "")
-        if devices > 1 and "xla_cpu_multi_thread_eigen" not in flags:
+        if devices * num_hosts > 1 and "xla_cpu_multi_thread_eigen" not in flags:
             os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
 
 
@@ -58,14 +59,16 @@ def _keep_freed_memory() -> None:
 
 
 def data_mesh(num_devices: int | None = None):
-    """A one-dimensional mesh with axis "data" over the first `num_devices` devices (default: all)."""
+    """A one-dimensional mesh with axis "data" over the first `num_devices` devices of each process (default: all)."""
     import jax
 
-    available = len(jax.devices())
-    count = num_devices or available
+    by_process = [jax.local_devices(process) for process in range(jax.process_count())]
+    count, available = num_devices or max(map(len, by_process)), min(map(len, by_process))
     if count > available:
-        raise ValueError(f"{count} devices asked for, {available} available")
-    return jax.make_mesh((count,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:count])
+        where = " on each of the hosts" if len(by_process) > 1 else ""
+        raise ValueError(f"{count} devices asked for, {available} available{where}")
+    devices = [device for its in by_process for device in its[:count]]
+    return jax.make_mesh((len(devices),), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
 
 
 class CompileCounter:

@@ -25,7 +25,7 @@ class Pilot:
     def __init__(self, run: Run, clock: Callable[[], float] = time.monotonic):
         config = run.config
         self._run, self._clock = run, clock
-        self._watch = DeviceWatch(run.mesh.size, clock, run.trace)
+        self._watch = DeviceWatch(len(run.mesh.local_devices), clock, run.trace)
         self._control = None
         self.level = Level(config.slots if config.concurrency in (None, "auto") else config.concurrency)
         if config.concurrency == "auto":

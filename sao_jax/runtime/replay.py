@@ -16,6 +16,7 @@ from sao_jax.rollout.engine import Request
 from sao_jax.runtime.checkpoints import Checkpoints
 from sao_jax.runtime.config import RunConfig
 from sao_jax.runtime.evaluation import FIRST_ID
+from sao_jax.runtime.hosts import Leader
 from sao_jax.runtime.ledger import Ledger
 from sao_jax.runtime.run import Run, open_run, read_config
 from sao_jax.runtime.train import Stages
@@ -28,6 +29,7 @@ def replay(
     *,
     resample: bool = False,
     check: Callable[[], None] = lambda: None,
+    leader: Leader | None = None,
 ) -> dict[str, Any]:
     """Replays the run in `source` into `folder`; returns figures, `identical` among them.
 
@@ -45,7 +47,7 @@ def replay(
             raise ValueError(f"{source} has no complete checkpoint to compare with")
         target = recorded.read_meta(newest)["position"]
         _check_preheated(config, source)
-        run = open_run(config, folder, resume=(folder / "config.json").exists(), source=source)
+        run = open_run(config, folder, resume=(folder / "config.json").exists(), source=source, leader=leader)
         try:
             if resample and run.checkpoints.newest() is not None:
                 raise ValueError(f"{folder} holds a replay already; sampling again starts from the beginning")
@@ -53,7 +55,7 @@ def replay(
             sampler = Resampler(run) if resample else None
             stages.replay(target, sampler.observe if sampler else lambda event: None)
             state, meta = recorded.restore(newest, run.learner.programs.abstract_state())
-            figures = {"version": run.learner.version, "position": target, **compare(state, run.learner.state)}
+            figures = {"version": run.learner.version, "position": target, **compare(state, run.learner.whole_state())}
             figures["identical"] &= meta["version"] == run.learner.version
             if sampler:
                 figures |= sampler.figures()

@@ -17,6 +17,7 @@ from sao_jax.data.trajectory import Trajectory, load_trajectory
 from sao_jax.envs.registry import make_family
 from sao_jax.learner.layout import Layout
 from sao_jax.learner.learner import Learner
+from sao_jax.learner.sharding import own_mesh
 from sao_jax.models.decoder import init_params
 from sao_jax.rollout.agents import Agents
 from sao_jax.rollout.clock import Clock
@@ -26,9 +27,11 @@ from sao_jax.runtime.config import RunConfig
 from sao_jax.runtime.devices import CompileCounter, data_mesh
 from sao_jax.runtime.evaluation import FIRST_ID
 from sao_jax.runtime.fingerprint import differences, fingerprint
+from sao_jax.runtime.hosts import Leader
 from sao_jax.runtime.ledger import Ledger, LedgerError
 from sao_jax.runtime.links import Backend, LocalBackend
 from sao_jax.runtime.metrics import MetricsLog, StageTimer, require_tensorboard
+from sao_jax.runtime.shared_learner import SharedLearner
 from sao_jax.runtime.trace import Trace
 from sao_jax.runtime.warm_start import check_demonstrations
 from sao_jax.runtime.workers import Workers
@@ -39,14 +42,18 @@ NO_STEP = -(10**9)  # before every step: a resumed run without a checkpoint keep
 
 @dataclasses.dataclass
 class Run:
-    """What the stages of a run share. `context` is the token budget of a trajectory and the length of a row."""
+    """What the stages of a run share. `context` is the token budget of a trajectory and the length of a row.
+
+    The mesh is the learner's, over the devices of all hosts; the sampler is on those of this host. `leader`: of the
+    other hosts, if there are any.
+    """
 
     config: RunConfig
     folder: pathlib.Path
     family: TaskFamily
     context: int
     mesh: jax.sharding.Mesh
-    learner: Learner
+    learner: Learner | SharedLearner
     agents: Agents | Workers
     store: TrajectoryStore
     ledger: Ledger
@@ -56,6 +63,7 @@ class Run:
     clock: Clock
     timer: StageTimer = dataclasses.field(default_factory=StageTimer)
     trace: Trace | None = None
+    leader: Leader | None = None
     started: float = dataclasses.field(default_factory=time.monotonic)
 
     def seconds(self) -> float:
@@ -65,7 +73,7 @@ class Run:
         """A checkpoint of the learner, which must be at a boundary."""
         with self.timer("checkpoint"):
             meta = {"version": self.learner.version, "time_s": self.seconds(), "clock_s": self.clock()} | meta
-            self.checkpoints.save(self.checkpoints.next_step(), self.learner.state, meta)
+            self.checkpoints.save(self.checkpoints.next_step(), self.learner.whole_state(), meta)
 
     def trajectory(self, rollout: int) -> Trajectory:
         """A finished rollout's trajectory, from disk."""
@@ -188,6 +196,7 @@ def open_run(
     trace: bool = False,
     readings: str | None = None,
     source: pathlib.Path | None = None,
+    leader: Leader | None = None,
 ) -> Run:
     """Makes a new run folder, or continues one whose `config.json` says `config`.
 
@@ -209,12 +218,16 @@ def open_run(
         check_sources(config, family, context)
     if tensorboard:
         require_tensorboard()
+    if leader is not None:
+        leader.tell("learner", config=config.to_json())
     learner = make_learner(config, family, context, mesh)
+    if leader is not None:
+        learner = SharedLearner(learner, leader)
     clock = make_clock(config, mesh)
     if config.workers and source is None:
         agents = Workers(config, family, context, folder, make_backend(config, folder), readings=readings)
     else:
-        engine = make_engine(config, family, context, learner.published_policy(), learner.mesh)
+        engine = make_engine(config, family, context, learner.published_policy(), own_mesh(mesh))
         agents = make_agents(config, family, context, engine, clock)
     ledger = Ledger(source / "ledger.sqlite", read_only=True) if source else None
     folder.mkdir(parents=True, exist_ok=True)
@@ -260,6 +273,7 @@ def open_run(
         clock,
         timer=StageTimer(trace=written),
         trace=written,
+        leader=leader,
     )
 
 

@@ -1,19 +1,21 @@
 """A run from the first stage to the last: warm start, preheating, RL; and how it is taken up again."""
 
+import contextlib
 import json
 import pathlib
 import time
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 
 from sao_jax.data.rows import blank_row
+from sao_jax.learner.sharding import own_mesh
 from sao_jax.report.intervals import wilson
 from sao_jax.runtime.checkpoints import write_durably
 from sao_jax.runtime.config import RunConfig
 from sao_jax.runtime.evaluation import evaluate
+from sao_jax.runtime.hosts import HostLost, Leader
 from sao_jax.runtime.loop import Loop
 from sao_jax.runtime.loop_metrics import LoopMetrics
 from sao_jax.runtime.preheat import fit_critic
@@ -32,13 +34,16 @@ def train(
     trace: bool = False,
     readings: str | None = None,
     check: Callable[[], None] = lambda: None,
+    leader: Leader | None = None,
 ) -> dict[str, Any]:
     """Runs all stages in `folder`; returns the final figures, also written to `evaluation.json`.
 
     `check()` is called between compiled calls and may raise Interrupted: a checkpoint is then written, and the same
-    folder can be resumed.
+    folder can be resumed. `leader`: of the other hosts that have a part in the learner, if there are any.
     """
-    run = open_run(config, folder, resume=resume, tensorboard=tensorboard, trace=trace, readings=readings)
+    run = open_run(
+        config, folder, resume=resume, tensorboard=tensorboard, trace=trace, readings=readings, leader=leader
+    )
     try:
         return Stages(run, display, check).go(resume)
     finally:
@@ -134,9 +139,8 @@ class Stages:
     def _start(self) -> None:
         """The starting policy: another run's, a warm start, or random weights."""
         run, config = self.run, self.config
-        policy = run.learner.state["policy"]
         if config.init_from:
-            policy = self._policy_of(pathlib.Path(config.init_from))
+            run.learner.start(self._policy_of(pathlib.Path(config.init_from)))
         elif config.warm_start_steps:
             self.display.stage("warm start", config.warm_start_steps, "steps")
 
@@ -145,24 +149,26 @@ class Stages:
                 run.log.write(step - config.warm_start_steps, line)
                 self.display.advance(step, loss=loss)
 
+            if run.leader is not None:
+                run.leader.tell("warm_start")
             policy = warm_start(
                 config,
                 run.learner.programs.config,
                 run.family,
-                policy,
+                run.learner.state["policy"],
                 run.context,
                 run.mesh,
                 report=report,
                 check=self.check,
             )
-        run.learner.load(run.learner.programs.new_state(policy), 0)
+            run.learner.start(policy)
 
     def _policy_of(self, folder: pathlib.Path) -> dict:
         """The newest policy of another run, which has the same model: see `check_sources`."""
         other = read_config(folder)
-        learner = make_learner(other, self.run.family, self.run.context, self.run.mesh)
+        learner = make_learner(other, self.run.family, self.run.context, own_mesh(self.run.mesh))
         state, _ = restored_state(folder, learner)
-        return jax.device_put(state["policy"], jax.NamedSharding(self.run.mesh, jax.P()))
+        return state["policy"]
 
     def _preheat(self, position: int) -> int:
         """Collects, or reads, trajectories of the starting policy and fits the critic; returns the event's position."""
@@ -292,6 +298,13 @@ class Stages:
             self.metrics.flush()
             self.loop.save_at_boundary()
             self.run.checkpoints.wait()
+            raise
+        except HostLost:
+            if not self.config.shard_params:  # what the others had a part of cannot be collected any more
+                # Where calls under way have failed with the host, the state has failed with them.
+                with contextlib.suppress(ValueError, RuntimeError):
+                    self.loop.save_at_boundary()
+                    self.run.checkpoints.wait()
             raise
 
     def _final(self) -> dict[str, Any]:

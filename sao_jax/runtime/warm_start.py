@@ -11,6 +11,7 @@ from sao_jax.data.protocols import TaskFamily
 from sao_jax.data.tokenizers import encode_turns
 from sao_jax.envs.base import demonstration
 from sao_jax.learner import supervised
+from sao_jax.learner.sharding import place
 from sao_jax.models.config import ModelConfig
 from sao_jax.runtime.config import RunConfig
 
@@ -50,7 +51,7 @@ def warm_start(
     order = np.random.default_rng(config.seed)
     program = supervised.step_program(model, mesh, micro)
     by_row, everywhere = jax.NamedSharding(mesh, jax.P("data")), jax.NamedSharding(mesh, jax.P())
-    state = jax.device_put(supervised.init(policy), everywhere)
+    state = jax.jit(supervised.init, out_shardings=everywhere)(policy)
     for step in range(config.warm_start_steps):
         check()
         chosen = order.integers(0, len(tokens), config.warm_start_batch)
@@ -59,8 +60,8 @@ def warm_start(
         live = np.zeros((batch, length), bool)
         live[: len(chosen)] = mask[chosen]
         lr = np.float32(supervised.cosine(step, config.warm_start_steps, config.warm_start_lr))
-        placed = jax.device_put((rows, live), by_row)
-        state, loss = program(state, *placed, jax.device_put(lr, everywhere))
+        placed = place((rows, live), by_row)
+        state, loss = program(state, *placed, place(lr, everywhere))
         if step % 10 == 9 or step + 1 == config.warm_start_steps:
             report(step + 1, float(loss))
     return state["params"]
