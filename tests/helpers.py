@@ -1,9 +1,9 @@
 """Small builders shared by tests: a tiny model, random trajectories and rows, a tiny task, and quick compilation."""
 
 import contextlib
-import json
 import pathlib
 import random
+import signal
 import time
 
 import jax
@@ -29,6 +29,8 @@ from sao_jax.models.decoder import bind, init_params
 from sao_jax.models.logprobs import next_token_logprobs
 from sao_jax.runtime.devices import data_mesh
 from sao_jax.runtime.ledger import Ledger
+from sao_jax.runtime.metrics import read_metrics
+from sao_jax.runtime.signals import Interrupted
 
 MODEL = ModelConfig(vocab_size=6, dim=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=32)
 MODEL_FLAGS = dict(dim=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp_dim=32)
@@ -238,6 +240,18 @@ class SilentDisplay:
         self.notes.append(line)
 
 
+class StopAt:
+    """A check that interrupts its n-th call, those between compiled programs not counted."""
+
+    def __init__(self, n, display):
+        self.left, self.display = n, display
+
+    def __call__(self):
+        self.left -= not self.display.compiling
+        if self.left == 0:
+            raise Interrupted(signal.SIGTERM)
+
+
 class Record:
     """What a run folder holds after the run."""
 
@@ -250,8 +264,7 @@ class Record:
             self.missing = ledger.running()
         with TrajectoryStore(folder / "trajectories") as store:
             self.trajectories = {r.id: load_trajectory(store.read(Location(**r.location))) for r in self.rollouts}
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-        self.lines = [json.loads(line) for line in lines]
+        self.lines = read_metrics(folder / "metrics.jsonl")
 
     def of_kind(self, kind):
         return [event.payload for event in self.events if event.kind == kind]

@@ -21,6 +21,7 @@ import numpy as np
 from sao_jax.data.protocols import Split, TaskFamily
 from sao_jax.data.trajectory import Trajectory, load_trajectory, save_trajectory
 from sao_jax.rollout.agents import Failure
+from sao_jax.rollout.clock import never_backward
 from sao_jax.runtime import wire
 from sao_jax.runtime.config import RunConfig
 from sao_jax.runtime.router import Router
@@ -91,7 +92,7 @@ class Workers:
         self.seam: Callable[[Trajectory], None] | None = None
         self.trace: Trace | None = None
         self._config, self._context, self._folder = config, context, folder
-        self.note, self._clock, self._arguments = note, clock, arguments
+        self.note, self._clock, self._arguments = note, never_backward(clock), arguments
         self._slots = -(-config.slots // config.workers)
         self._processes: list[_Process] = []
         self._starts: list[float] = [0.0] * config.workers  # when processes that are missing may be started
