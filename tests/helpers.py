@@ -140,7 +140,8 @@ class Tiny(TaskFamily):
     Args:
       turns: actions of an attempt.
       wait: seconds a step takes on a worker thread; `slow` those of every second instance.
-      bad: what every `every`-th training instance does: "raise", "nan" or "hang" (on a worker thread).
+      bad: what every `every`-th training instance does: "raise", "nan" or "hang" (on a worker thread); to the action
+        `since` and later ones.
       reward: the same for all attempts, if given.
     """
 
@@ -154,9 +155,11 @@ class Tiny(TaskFamily):
         slow: float | None = None,
         bad: str = "",
         every: int = 3,
+        since: int = 1,
         reward: float | None = None,
     ):
-        self.max_turns, self.wait, self.slow, self.bad, self.every, self.reward = turns, wait, slow, bad, every, reward
+        self.max_turns, self.wait, self.slow, self.reward = turns, wait, slow, reward
+        self.bad, self.every, self.since = bad, every, since
         self.fast = not (wait or slow or bad == "hang")
 
     def sample(self, rng):
@@ -179,7 +182,13 @@ class Tiny(TaskFamily):
 
 
 class TinyEnvironment(Environment):
-    """Misbehaves as the family says."""
+    """Misbehaves as the family says, but not in demonstrations."""
+
+    _shown = False
+
+    def demonstrate(self, rng):
+        self._shown = True
+        return super().demonstrate(rng)
 
     def restore(self, instance, actions):
         self._instance = instance
@@ -191,7 +200,8 @@ class TinyEnvironment(Environment):
         if seconds := family.slow if is_slow else family.wait:
             time.sleep(seconds)
         outcome = super().step(action)
-        if family.bad and instance.split == "train" and instance.index % family.every == family.every - 1:
+        is_bad = instance.split == "train" and instance.index % family.every == family.every - 1
+        if family.bad and is_bad and not self._shown and len(self._actions) >= family.since:
             if family.bad == "raise":
                 raise RuntimeError("broken on purpose")
             if family.bad == "hang":

@@ -233,21 +233,6 @@ def test_other_baselines_use_all(tmp_path, baseline):
 # -- failing environments ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("bad", "says"),
-    [("raise", "broken on purpose"), ("nan", "not finite"), ("hang", "no answer within")],
-)
-def test_a_failing_environment_is_tried_again_then_dropped(tmp_path, bad, says):
-    flags = dict(task=f"tiny:bad={bad},every=6", max_attempts=2, rollouts=12)
-    _, record, notes = run(tmp_path, **flags, **{"env_timeout": 0.3} if bad == "hang" else {})
-    assert record.dropped == {("failed", "tiny/train/5"): 1, ("failed", "tiny/train/11"): 1}
-    assert [(p["rollout"], p["attempt"]) for p in record.of_kind("restart")] == [(5, 1), (11, 1)]
-    assert record.counts["trained"] == 10
-    assert sum(says in note for note in notes) == 4
-    assert updates_of(record)[-1]["async/dropped_failed"] >= 1
-
-
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
