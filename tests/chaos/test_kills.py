@@ -26,7 +26,7 @@ from sao_jax.runtime.config import RunConfig
 from sao_jax.runtime.loop import Loop
 from sao_jax.runtime.train import train
 
-LIFE_S = 150.0  # a run that is not killed ends before
+LIFE_S = 240.0  # a run that is not killed ends before
 
 
 def moments(rng, count):

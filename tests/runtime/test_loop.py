@@ -207,7 +207,7 @@ def test_groups_are_trained_with_their_own_advantages(tmp_path):
 
 
 def test_dead_groups_are_dropped_and_counted(tmp_path):
-    _, record, _ = run(tmp_path, **GROUPS)
+    _, record, notes = run(tmp_path, **GROUPS)
     rewards = collections.defaultdict(list)
     for r, t in record.trajectories.items():
         rewards[r // 2].append(t.total_reward)
@@ -216,6 +216,9 @@ def test_dead_groups_are_dropped_and_counted(tmp_path):
     assert record.counts["dropped"] == dead
     assert record.counts["trained"] == 24 - dead
     assert {reason for reason, _ in record.dropped} == {"dead group"}
+    told = [note.split()[5:] for note in notes if note.startswith("dropped since the update before: ")]
+    assert sum(int(count) for count, *_ in told) == dead
+    assert {" ".join(why) for _, *why in told} == {"(dead group)"}
 
 
 def test_a_task_without_any_difference_ends_with_a_message(tmp_path):
