@@ -32,6 +32,7 @@ def main(body: Callable[[], Any]) -> None:
 
     Tracebacks are for our own faults; set SAO_TRACEBACK=1 to see one for a user's error as well.
     """
+    from sao_jax.runtime.checkpoints import CheckpointError
     from sao_jax.runtime.hosts import HostLost
     from sao_jax.runtime.signals import GracefulStop, Interrupted
 
@@ -47,7 +48,7 @@ def main(body: Callable[[], Any]) -> None:
         sys.exit(lost.exit_code)
     except BrokenPipeError:
         sys.exit(141)
-    except (ValueError, OSError, UserError) as error:
+    except (ValueError, OSError, UserError, CheckpointError) as error:
         if os.environ.get("SAO_TRACEBACK"):
             raise
         if isinstance(error, ValueError) and not _is_ours(error):

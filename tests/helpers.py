@@ -1,9 +1,9 @@
 """Small builders shared by tests: a tiny model, random trajectories and rows, a tiny task, and quick compilation."""
 
 import contextlib
-import json
 import pathlib
 import random
+import signal
 import time
 
 import jax
@@ -29,6 +29,8 @@ from sao_jax.models.decoder import bind, init_params
 from sao_jax.models.logprobs import next_token_logprobs
 from sao_jax.runtime.devices import data_mesh
 from sao_jax.runtime.ledger import Ledger
+from sao_jax.runtime.metrics import read_metrics
+from sao_jax.runtime.signals import Interrupted
 
 MODEL = ModelConfig(vocab_size=6, dim=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=32)
 MODEL_FLAGS = dict(dim=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp_dim=32)
@@ -138,7 +140,8 @@ class Tiny(TaskFamily):
     Args:
       turns: actions of an attempt.
       wait: seconds a step takes on a worker thread; `slow` those of every second instance.
-      bad: what every `every`-th training instance does: "raise", "nan" or "hang" (on a worker thread).
+      bad: what every `every`-th training instance does: "raise", "nan" or "hang" (on a worker thread); to the action
+        `since` and later ones.
       reward: the same for all attempts, if given.
     """
 
@@ -152,9 +155,11 @@ class Tiny(TaskFamily):
         slow: float | None = None,
         bad: str = "",
         every: int = 3,
+        since: int = 1,
         reward: float | None = None,
     ):
-        self.max_turns, self.wait, self.slow, self.bad, self.every, self.reward = turns, wait, slow, bad, every, reward
+        self.max_turns, self.wait, self.slow, self.reward = turns, wait, slow, reward
+        self.bad, self.every, self.since = bad, every, since
         self.fast = not (wait or slow or bad == "hang")
 
     def sample(self, rng):
@@ -177,7 +182,13 @@ class Tiny(TaskFamily):
 
 
 class TinyEnvironment(Environment):
-    """Misbehaves as the family says."""
+    """Misbehaves as the family says, but not in demonstrations."""
+
+    _shown = False
+
+    def demonstrate(self, rng):
+        self._shown = True
+        return super().demonstrate(rng)
 
     def restore(self, instance, actions):
         self._instance = instance
@@ -189,7 +200,8 @@ class TinyEnvironment(Environment):
         if seconds := family.slow if is_slow else family.wait:
             time.sleep(seconds)
         outcome = super().step(action)
-        if family.bad and instance.split == "train" and instance.index % family.every == family.every - 1:
+        is_bad = instance.split == "train" and instance.index % family.every == family.every - 1
+        if family.bad and is_bad and not self._shown and len(self._actions) >= family.since:
             if family.bad == "raise":
                 raise RuntimeError("broken on purpose")
             if family.bad == "hang":
@@ -238,6 +250,18 @@ class SilentDisplay:
         self.notes.append(line)
 
 
+class StopAt:
+    """A check that interrupts its n-th call, those between compiled programs not counted."""
+
+    def __init__(self, n, display):
+        self.left, self.display = n, display
+
+    def __call__(self):
+        self.left -= not self.display.compiling
+        if self.left == 0:
+            raise Interrupted(signal.SIGTERM)
+
+
 class Record:
     """What a run folder holds after the run."""
 
@@ -250,8 +274,7 @@ class Record:
             self.missing = ledger.running()
         with TrajectoryStore(folder / "trajectories") as store:
             self.trajectories = {r.id: load_trajectory(store.read(Location(**r.location))) for r in self.rollouts}
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-        self.lines = [json.loads(line) for line in lines]
+        self.lines = read_metrics(folder / "metrics.jsonl")
 
     def of_kind(self, kind):
         return [event.payload for event in self.events if event.kind == kind]

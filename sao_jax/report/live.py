@@ -47,6 +47,8 @@ def status_view(folder: Path, counts: dict, oldest: list, now: float | None = No
     now = time.time() if now is None else now
     status = read_status(folder)
     lines = [", ".join(f"{number(v)} {k.replace('_', ' ')}" for k, v in counts.items())]
+    if quarantined := len(list((folder / "quarantine").glob("*.json"))):
+        lines[0] += f" ({number(quarantined)} in quarantine/)"
     if status is None:
         lines.append("no status yet: the loop has not begun")
         return Text(printable(f"{folder}: " + "; ".join(lines)))

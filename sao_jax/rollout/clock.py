@@ -2,7 +2,22 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+
+def never_backward(clock: Callable[[], float]) -> Callable[[], float]:
+    """`clock` without its jumps backward: it goes on from where it was, so that no pause or deadline becomes longer."""
+    newest, made_up = clock(), 0.0
+
+    def read() -> float:
+        nonlocal newest, made_up
+        now = clock()
+        made_up += max(0.0, newest - now)
+        newest = now
+        return now + made_up
+
+    return read
+
 
 NAP_S = 0.05
 

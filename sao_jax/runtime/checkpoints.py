@@ -268,11 +268,11 @@ def _sha256(path: pathlib.Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_durably(path: pathlib.Path, text: str) -> None:
+def write_durably(path: pathlib.Path, content: str | bytes) -> None:
     """Whole or not at all, and on the disk when this returns."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
-        file.write(text)
+    with temporary.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

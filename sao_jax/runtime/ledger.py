@@ -171,13 +171,15 @@ class Ledger:
             )
             self.record("admit", {"rollout": rollout, "task": task, "group": group, "sample": sample})
 
-    def restart(self, rollout: int) -> int:
-        """A running rollout starts over (its worker failed, or the run was resumed); returns the new attempt."""
+    def restart(self, rollout: int, failure: str | None = None) -> int:
+        """A running rollout starts over, because its attempt failed or, without `failure`, because the run was resumed;
+        returns the new attempt."""
         with self.transaction():
             row = self._require(rollout, "restarted", "running")
             attempt = row.attempt + 1
             self._db.execute("UPDATE rollouts SET attempt = ? WHERE id = ?", (attempt, row.id))
-            self.record("restart", {"rollout": row.id, "attempt": attempt})
+            because = {} if failure is None else {"failure": failure}
+            self.record("restart", {"rollout": row.id, "attempt": attempt} | because)
         return attempt
 
     def segment(self, rollout: int, location: Any) -> None:
@@ -214,12 +216,14 @@ class Ledger:
             )
             self.record("train", {"rollouts": ids, "version": version})
 
-    def drop(self, rollout: int, reason: str) -> None:
-        """A running or finished rollout will not be trained; `reason` is one of a few words, counted as such."""
+    def drop(self, rollout: int, reason: str, failure: str | None = None) -> None:
+        """A running or finished rollout will not be trained; `reason` is one of a few words, counted as such, and
+        `failure` what its last attempt ended in, if that is why."""
         with self.transaction():
             row = self._require(rollout, "dropped", "running", "finished")
             self._db.execute("UPDATE rollouts SET state = 'dropped', reason = ? WHERE id = ?", (reason, row.id))
-            self.record("drop", {"rollout": row.id, "reason": reason})
+            because = {} if failure is None else {"failure": failure}
+            self.record("drop", {"rollout": row.id, "reason": reason} | because)
 
     def set_meta(self, key: str, value: Any) -> None:
         with self.transaction():
@@ -263,6 +267,9 @@ class Ledger:
         """All that ever finished, whatever became of them, in the order in which they finished."""
         return self._rollouts("WHERE arrival IS NOT NULL ORDER BY arrival")
 
+    def dropped(self, reason: str) -> list[Rollout]:
+        return self._rollouts("WHERE state = 'dropped' AND reason = ? ORDER BY id", (reason,))
+
     def members(self, groups: Iterable[int]) -> list[Rollout]:
         """All rollouts of these groups: the finished ones in their order, then those that never finished, by id."""
         groups = [operator.index(group) for group in groups]
@@ -284,6 +291,15 @@ class Ledger:
         query = "SELECT payload FROM events WHERE kind = 'segment' AND json_extract(payload, '$.rollout') = ? "
         value = self._one(query + "ORDER BY position DESC LIMIT 1", (operator.index(rollout),))
         return None if value is None else json.loads(value)["location"]
+
+    def failures(self, rollout: int) -> list[str]:
+        """What the failed attempts of a rollout ended in, in order; attempts that ended with the run are none."""
+        query = (
+            "SELECT json_extract(payload, '$.failure') FROM events WHERE kind IN ('restart', 'drop') "
+            "AND json_extract(payload, '$.rollout') = ? AND json_extract(payload, '$.failure') IS NOT NULL "
+            "ORDER BY position"
+        )
+        return [failure for (failure,) in self._all(query, (operator.index(rollout),))]
 
     def last_version(self) -> int:
         """The highest version any rollout was trained into; 0 before the first."""

@@ -32,6 +32,7 @@ from sao_jax.runtime.evaluation import FIRST_ID
 from sao_jax.runtime.ledger import staleness
 from sao_jax.runtime.loop_metrics import LoopMetrics
 from sao_jax.runtime.pilot import Pilot
+from sao_jax.runtime.quarantine import not_quarantined, quarantine
 from sao_jax.runtime.run import Run
 
 MAX_FAILED_IN_A_ROW = 50  # rollouts dropped because their environment failed, with none between that finished
@@ -67,12 +68,13 @@ class Loop:
         self._boundary = (0, 0)  # position of the newest update applied, and updates then
         self._collector = Collector(self.config)
         self._ready: collections.deque[Ready] = collections.deque()
-        self._restarts: collections.deque[tuple[int, int]] = collections.deque()
+        self._restarts: collections.deque[tuple[int, int]] = collections.deque()  # (rollout, attempt) to be started
         self._seams: list[Trajectory] = []  # parts of attempts under way, to be stored with the next transaction
         self._resumed: dict[int, Any] = {}  # where the part lies that an attempt under way has gone on from
         self._batch: list[int] = []  # rollouts that have arrived in the batch, as planned
         self._planned_updates = 0
         self._failed_in_a_row, self._failure = 0, ""
+        self._given_up: list[int] = []  # failed in all of their attempts, to be quarantined
         self._next = run.ledger.next_rollout()
         self._schedule: list[tuple[str, Any]] = []  # events to be written with the next transaction
         self._rows: dict[int, Trajectory] = {}  # arrivals that are durable and not yet applied
@@ -176,24 +178,27 @@ class Loop:
     def _admit(self, ended: int = 0) -> None:
         """`ended` attempts have been collected and are still to be digested; they take up room."""
         ledger, n = self.run.ledger, self.config.n_samples_per_prompt
-        while self._restarts and self._pilot.free > 0:
-            rollout, attempt = self._restarts.popleft()
-            self._start(rollout, attempt)
+        self._start_waiting()
         room = self.room() - ended
         free = self._pilot.free
         if free <= 0 or self._next >= self.limit or (room <= 0 and self._next % n == 0):
             return
-        started = []
+        admitted = 0
         with ledger.transaction():
-            while free > len(started) and self._next < self.limit:
+            while free > admitted and self._next < self.limit:
                 # A group that has begun is completed, or those that wait for it would wait for ever.
-                if room - len(started) <= 0 and self._next % n == 0:
+                if room - admitted <= 0 and self._next % n == 0:
                     break
                 ledger.admit(self._next, self._task(self._next), self._next // n, self._next % n)
-                started.append(self._next)
+                self._restarts.append((self._next, 0))
+                admitted += 1
                 self._next += 1
-        for rollout in started:
-            self._start(rollout, 0)
+        self._start_waiting()
+
+    def _start_waiting(self) -> None:
+        """Starts what is to be started. A process found dead at a start takes its free slots with it: ask each time."""
+        while self._restarts and self._pilot.free > 0:
+            self._start(*self._restarts.popleft())
 
     def _index(self, rollout: int) -> int:
         """Which training instance a rollout attempts; members of a group share theirs."""
@@ -248,6 +253,7 @@ class Loop:
                 self._decided(self._collector.flush())
             todo = [] if self._collecting else self._plan(idle=idle, last=last and not restart)
         self._restarts.extend(restart)
+        self._quarantine()  # after the commit: an attempt that a kill undoes has not failed
         return todo
 
     def _write_schedule(self) -> None:
@@ -274,24 +280,38 @@ class Loop:
             self._decided(self._collector.add(t))
 
     def _failed(self, failure: Failure) -> list[tuple[int, int]]:
-        """Restarts an attempt whose environment failed, or drops its rollout after `max_attempts`."""
-        attempts = failure.attempt + 1
-        self.metrics.note(
-            f"rollout {failure.rollout}, attempt {attempts} of {self.config.max_attempts}: {failure.reason}"
-        )
-        if attempts < self.config.max_attempts:
-            return [(failure.rollout, self.run.ledger.restart(failure.rollout))]
-        self._drop(failure.rollout, "failed")
+        """Restarts an attempt that failed, or drops its rollout after `max_attempts` failures.
+
+        Failures are counted, not attempts: those that ended with the run, at a stop or a kill, say nothing about it.
+        """
+        rollout, ledger = failure.rollout, self.run.ledger
+        failures = len(ledger.failures(rollout)) + 1
+        self.metrics.note(f"rollout {rollout}, attempt {failures} of {self.config.max_attempts}: {failure.reason}")
+        if failures < self.config.max_attempts:
+            return [(rollout, ledger.restart(rollout, failure.reason))]
+        self._drop(rollout, "failed", failure.reason)
+        self._given_up.append(rollout)
         self._failed_in_a_row, self._failure = self._failed_in_a_row + 1, failure.reason
         if self._failed_in_a_row >= MAX_FAILED_IN_A_ROW:
             raise FailedEnvironmentsError(
                 f"{self._failed_in_a_row} rollouts in a row failed in all of their attempts; the last: {self._failure}"
             )
-        self._decided(self._collector.lose(failure.rollout // self.config.n_samples_per_prompt))
+        self._decided(self._collector.lose(rollout // self.config.n_samples_per_prompt))
         return []
 
-    def _drop(self, rollout: int, reason: str) -> None:
-        self.run.ledger.drop(rollout, reason)
+    def _quarantine(self) -> None:
+        for rollout in self._given_up:
+            try:
+                path = quarantine(self.run.folder, self.run.ledger, self.run.store, rollout, self._index(rollout))
+                self.metrics.note(f"rollout {rollout} is dropped, see {path}")
+            except (OSError, ValueError) as error:  # a full disk, a damaged part: no reason to end the run
+                self.metrics.note(
+                    f"rollout {rollout} is dropped; the ledger has its failures, its file could not be written: {error}"
+                )
+        self._given_up.clear()
+
+    def _drop(self, rollout: int, reason: str, failure: str | None = None) -> None:
+        self.run.ledger.drop(rollout, reason, failure)
         self.metrics.dropped[reason] += 1
 
     def _decided(self, items: list[Ready | Dropped]) -> None:
@@ -455,6 +475,8 @@ class Loop:
         arrived = self.reapply(position, updates)
         self._batch, self._planned_updates = arrived, self.updates
         self._take_up(set(arrived))
+        self._given_up = not_quarantined(self.run.folder, self.run.ledger)
+        self._quarantine()
         self.publish()
         with self.run.ledger.transaction():
             self._restart_running()
@@ -499,10 +521,12 @@ class Loop:
                 self._collector.prime(self._task(rollout), event.payload["reward"])
 
     def _restart_running(self) -> None:
-        ledger = self.run.ledger
+        ledger, running = self.run.ledger, self.run.ledger.running()
         with ledger.transaction():
-            for rollout in ledger.running():
+            for rollout in running:
                 self._restarts.append((rollout.id, ledger.restart(rollout.id)))
+        if running:
+            self.metrics.note(f"{len(running)} rollouts that were under way start again")
 
     def _take_up(self, arrived: set[int]) -> None:
         """Feeds the collector what finished and has not arrived, with what it needs to decide as before."""

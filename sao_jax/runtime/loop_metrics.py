@@ -45,6 +45,7 @@ class LoopMetrics:
     def __init__(self, run: Run, display, *, window: int = 10):
         self._run, self._display = run, display
         self.dropped: collections.Counter[str] = collections.Counter()
+        self._told: collections.Counter[str] = collections.Counter()  # of `dropped`, those that a note has told of
         self._finished_at: dict[int, float] = {}
         self._finished: list[bool] = []  # successes since the last update, of attempts that will be dropped as well
         self._batch = _Batch()
@@ -66,8 +67,10 @@ class LoopMetrics:
     def resume(self, updates: int) -> None:
         """Continues the counts of a run that has made `updates` updates."""
         self.trained = updates * self._run.config.batch_size
+        self.dropped.clear()  # those of preheating have been counted as they came
         for (reason, _), count in self._run.ledger.dropped_by().items():
             self.dropped[reason] += count
+        self._told = self.dropped.copy()
 
     # ---- what happens to trajectories
 
@@ -141,6 +144,9 @@ class LoopMetrics:
 
     def flush(self) -> None:
         """Fetches and logs the update that waits, if any."""
+        if new := self.dropped - self._told:
+            self.note("dropped since the update before: " + ", ".join(f"{n} ({why})" for why, n in new.items()))
+            self._told = self.dropped.copy()
         if self._waiting is None:
             return
         (version, sums, host), self._waiting = self._waiting, None

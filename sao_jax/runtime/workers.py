@@ -17,6 +17,7 @@ import numpy as np
 from sao_jax.data.protocols import Split, TaskFamily
 from sao_jax.data.trajectory import Trajectory, load_trajectory, save_trajectory
 from sao_jax.rollout.agents import Failure
+from sao_jax.rollout.clock import never_backward
 from sao_jax.runtime.config import RunConfig
 from sao_jax.runtime.links import Backend, Link
 from sao_jax.runtime.router import Reading, Router
@@ -93,7 +94,7 @@ class Workers:
         self.trace: Trace | None = None
         self._config, self._context, self._folder = config, context, folder
         self._backend, self._readings = backend, readings
-        self.note, self._clock = note, clock
+        self.note, self._clock = note, never_backward(clock)
         self._slots = -(-config.slots // config.workers)
         self._processes: list[_Process] = []
         self._starts: list[float] = [0.0] * config.workers  # when processes that are missing may be started

@@ -35,6 +35,14 @@ def test_it_shows_who_does_what_and_how_old_it_is(tmp_path):
     assert "\x1b" not in text, "a task's name steers no terminal"
 
 
+def test_rollouts_in_quarantine_are_counted(tmp_path):
+    assert "in quarantine/" not in show(tmp_path, 1001.5, STATUS)
+    (tmp_path / "quarantine").mkdir()
+    for name in ("3.json", "3.safetensors", "17.json"):
+        (tmp_path / "quarantine" / name).touch()
+    assert "1 dropped, 129 handed out (2 in quarantine/)" in show(tmp_path, 1001.5, STATUS)
+
+
 @pytest.mark.parametrize(
     ("change", "now", "state"),
     [({}, 1060.0, "silent for 1:00"), ({"pid": 2**22 + 1}, 1001.0, "(ended)")],

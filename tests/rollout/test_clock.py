@@ -3,7 +3,7 @@ from helpers import Tiny
 from test_agents import ScriptedEngine, run
 
 from sao_jax.rollout.agents import Agents
-from sao_jax.rollout.clock import Clock
+from sao_jax.rollout.clock import Clock, never_backward
 
 
 class Hand:
@@ -13,6 +13,14 @@ class Hand:
 
     def __call__(self):
         return self.now
+
+
+def test_a_clock_without_its_jumps_backward_goes_on_from_where_it_was():
+    hand = Hand()
+    clock = never_backward(hand)
+    for step, reads in ((0.0, 100.0), (2.0, 102.0), (-3600.0, 102.0), (1.5, 103.5), (-5.0, 103.5), (60.0, 163.5)):
+        hand.now += step
+        assert clock() == reads
 
 
 def test_skipped_and_stopped_time():

@@ -237,6 +237,21 @@ def test_dropped_rollouts_are_counted_by_reason_and_task(ledger):
     assert ledger.dropped_by() == {("aborted", "fast"): 1, ("stale", "slow"): 2}
 
 
+def test_failures_are_kept_and_told_apart_from_attempts_that_ended_with_the_run(ledger):
+    admit(ledger, 3)
+    ledger.restart(0, "no sandbox")
+    ledger.restart(0)
+    ledger.restart(1, "another rollout's")
+    ledger.restart(0, 'no "sandbox"')
+    assert ledger.rollout(0).attempt == 3
+    assert ledger.failures(0) == ["no sandbox", 'no "sandbox"']
+    ledger.drop(0, "failed", "hung")
+    ledger.drop(2, "stale")
+    assert ledger.failures(0) == ["no sandbox", 'no "sandbox"', "hung"]
+    assert ledger.failures(2) == []
+    assert [r.id for r in ledger.dropped("failed")] == [0]
+
+
 def test_stored_ones_and_members_of_groups_come_in_the_order_of_finishing(ledger):
     for rollout in range(6):
         ledger.admit(rollout, "sum", rollout // 2, rollout % 2)

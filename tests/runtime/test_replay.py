@@ -2,19 +2,13 @@
 
 import dataclasses
 import random
-import signal
-import subprocess
-import sys
-import time
 
-import numpy as np
 import pytest
 from helpers import (
     MODEL_FLAGS,
     Record,
     SilentDisplay,
-    cache_folder,
-    compilation_environment,
+    StopAt,
     quick_compile,  # noqa: F401
 )
 
@@ -34,18 +28,6 @@ FLAGS = dict(
 
 
 NO_CRITIC = dict(preheat_rollouts=None, preheat_epochs=None)
-
-
-class StopAt:
-    """A check that interrupts its n-th call, those between compiled programs not counted."""
-
-    def __init__(self, n, display):
-        self.left, self.display = n, display
-
-    def __call__(self):
-        self.left -= not self.display.compiling
-        if self.left == 0:
-            raise Interrupted(signal.SIGTERM)
 
 
 def run_with_stops(folder, stops, **flags):
@@ -208,62 +190,3 @@ def test_replay_needs_a_run_and_a_folder_of_its_own(tmp_path):
     with pytest.raises(ValueError, match="no complete checkpoint"):
         replay(tmp_path, tmp_path / "replay", SilentDisplay())
     assert not (tmp_path / "replay").exists()
-
-
-# -- kills -------------------------------------------------------------------------------------------------------------
-
-
-def start(arguments, folder, request):
-    import os
-
-    environment = os.environ | compilation_environment(cache_folder(request.config)) | {"JAX_PLATFORMS": "cpu"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "experiments.train", *arguments],
-        cwd=request.config.rootpath, env=environment, stdout=(folder / "out.txt").open("a"), stderr=subprocess.STDOUT,
-    )  # fmt: skip
-
-
-@pytest.mark.slow
-def test_a_run_killed_at_random_moments_is_replayed_bit_by_bit(tmp_path, request):
-    generator = random.Random(1)
-    task = f"{request.config.rootpath}/tests/helpers.py:Tiny:turns=2,wait=0.05"
-    flags = FLAGS | dict(task=task, rollouts=120, checkpoint_every=2, preheat_rollouts=8)
-    arguments = [item for name, value in flags.items() for item in (f"--{name.replace('_', '-')}", str(value))]
-    folder = tmp_path / "run"
-    arguments += ["--run-dir", str(folder)]
-    kills = 0
-    while True:
-        begun = (folder / "config.json").exists()
-        process = start(["--resume", str(folder)] if begun else arguments, tmp_path, request)
-        before = Record(folder).counts["trained"] if begun else 0
-        deadline = time.monotonic() + 300
-        # A kill is set some way after RL has made progress, so that each life moves the run on.
-        while process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.1)
-            if kills < 4 and _trained(folder) > before + 8:
-                time.sleep(generator.uniform(0, 0.4))
-                process.kill()
-                kills += process.wait() == -signal.SIGKILL
-        if process.returncode != -signal.SIGKILL:
-            break
-    output = (tmp_path / "out.txt").read_text()
-    assert process.returncode == 0, output[-3000:]
-    assert kills >= 2
-    record = Record(folder)
-    assert_whole(record, rollouts=120, preheat=8)
-    process = start(["--replay", str(folder), "--resample"], tmp_path, request)
-    assert process.wait(timeout=300) == 0, (tmp_path / "out.txt").read_text()[-3000:]
-    output = (tmp_path / "out.txt").read_text()
-    assert "identical: True" in output
-    assert "tokens_differing: 0" in output
-    assert np.all(np.diff([p["version"] for p in record.of_kind("update")]) == 1)
-
-
-def _trained(folder):
-    from sao_jax.runtime.ledger import Ledger, LedgerError
-
-    try:
-        with Ledger(folder / "ledger.sqlite", read_only=True) as ledger:
-            return ledger.counts()["trained"]
-    except LedgerError:
-        return 0
