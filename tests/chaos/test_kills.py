@@ -102,10 +102,10 @@ def test_killed_rollout_processes_cost_restarts_and_nothing_else(tmp_path, worke
     def kill_if_due(at):
         if positions and len(positions) % 2 == at and last_position(folder) >= positions[0] and workers[0]._processes:
             victim = rng.choice(workers[0]._processes)
-            kill([victim.popen.pid])
+            kill([victim.link.pid])
             killed.append(victim)
             del positions[0]
-            while not has_ended(victim.popen.pid):
+            while not has_ended(victim.link.pid):
                 time.sleep(0.01)
 
     def check():

@@ -114,7 +114,7 @@ def test_a_clock_that_jumps_costs_restarts_of_processes_and_nothing_else(tmp_pat
             clock.jumped += 3600
         elif done == ["forward"] and position > 180 and processes:
             done.append("kill")
-            os.kill(processes[0].popen.pid, signal.SIGKILL)
+            os.kill(processes[0].link.pid, signal.SIGKILL)
         elif done == ["forward", "kill"] and not processes:
             done.append("back")
             clock.jumped -= 7200
