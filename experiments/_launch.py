@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 from experiments import _cli
 from sao_jax.runtime.checkpoints import Checkpoints
@@ -19,10 +20,11 @@ LEAVE_S = 60.0  # for the other processes, once one has ended
 POLL_S = 0.1
 
 
-def launch(count: int, folder: pathlib.Path, stop, *, again: bool) -> int:
+def launch(count: int, folder: pathlib.Path, stop, *, again: bool, kept: Sequence[str]) -> int:
     """Runs this command with `count` processes until the run has ended; returns its exit code.
 
-    `again`: the command can be given once more as it stands, since it continues something.
+    `again`: the command can be given once more as it stands, since it continues something; `kept`: flags that are
+    given beside --resume as well.
     """
     arguments = sys.argv[1:]
     if not again and "run_dir" not in _cli.given():
@@ -38,7 +40,6 @@ def launch(count: int, folder: pathlib.Path, stop, *, again: bool) -> int:
             print(f"error: a host was lost {LIVES} times in a row and no update was made in between", file=sys.stderr)
             return EXIT_LOST
         if not again and (folder / "config.json").exists():
-            kept = [f"--{name}" for name in ("tensorboard", "trace") if name in _cli.given()]
             arguments, again = ["--resume", str(folder), "--num-hosts", str(count), *kept], True
         print("a host is gone: all are started again", file=sys.stderr, flush=True)
 

@@ -104,7 +104,10 @@ def main(stop) -> None:
     if flags.num_hosts > 1 and flags.coordinator is None:
         from experiments._launch import launch
 
-        sys.exit(launch(flags.num_hosts, folder, stop, again=bool(flags.resume or flags.replay)))
+        kept = [f"--{name}" for name in ("tensorboard", "trace") if getattr(flags, name)]
+        if flags.device_readings is not None:
+            kept += ["--device-readings", flags.device_readings]
+        sys.exit(launch(flags.num_hosts, folder, stop, again=bool(flags.resume or flags.replay), kept=kept))
     if flags.num_hosts == 1:
         prepare_backend(config.devices)
         figures = work(flags, config, folder, stop.check)
