@@ -27,6 +27,8 @@ def prepare_backend(num_devices: int | None = None, num_hosts: int = 1) -> None:
         cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(cache / "sao_jax" / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    if has_nvidia and num_devices:  # memory of the others is not to be taken: rollout processes may use them
+        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, range(num_devices))))
     if os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
     if os.environ.get("JAX_PLATFORMS") == "cpu":
@@ -42,6 +44,14 @@ def prepare_backend(num_devices: int | None = None, num_hosts: int = 1) -> None:
         flags = os.environ.get("XLA_FLAGS", "")
         if devices * num_hosts > 1 and "xla_cpu_multi_thread_eigen" not in flags:
             os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
+
+
+def visible_gpus() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES names, else the numbers of all NVIDIA GPUs of this machine."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name.strip() for name in named.split(",") if name.strip()]
+    return [str(number) for number, _ in enumerate(pathlib.Path("/proc/driver/nvidia/gpus").glob("*"))]
 
 
 def _keep_freed_memory() -> None:

@@ -14,6 +14,7 @@ from multiprocessing import connection as channels
 from typing import Protocol
 
 from sao_jax.runtime import wire
+from sao_jax.runtime.devices import visible_gpus
 
 COMMAND = (sys.executable, "-m", "sao_jax.runtime.worker")
 
@@ -51,8 +52,17 @@ class Backend(Protocol):
         """Those with messages, or which are gone; waits up to `seconds` for the first of them."""
 
 
+def gpu_environment(number: int, own: int, gpus: Sequence[str]) -> dict[str, str]:
+    """Where the process of this number computes: on a GPU behind the run's `own`, in turn, or on theirs if those are
+    all; memory is then taken as it is needed."""
+    if len(gpus) > own:
+        return {"CUDA_VISIBLE_DEVICES": gpus[own + number % (len(gpus) - own)]}
+    shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    return {"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} | shared if gpus else {}
+
+
 class LocalLink:
-    def __init__(self, log: pathlib.Path, arguments: Sequence[str]):
+    def __init__(self, log: pathlib.Path, arguments: Sequence[str], environment: dict[str, str]):
         self._connection, theirs = wire.pair()
         self._log = log
         with log.open("wb") as output:
@@ -63,7 +73,7 @@ class LocalLink:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a Ctrl-C in the terminal is for the run, which tells its processes
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)} | environment,
             )
         theirs.close()
         self.pid = self._popen.pid
@@ -106,14 +116,17 @@ class LocalLink:
 
 
 class LocalBackend:
-    """Processes of this machine. Their output goes to files in `logs`."""
+    """Processes of this machine. Their output goes to files in `logs`; the first `own_gpus` GPUs are the run's."""
 
-    def __init__(self, logs: pathlib.Path, arguments: Sequence[str] = ()):
-        self._logs, self._arguments = logs, arguments
+    def __init__(self, logs: pathlib.Path, arguments: Sequence[str] = (), *, own_gpus: int = 0):
+        self._logs, self._arguments, self._own = logs, arguments, own_gpus
+        self._gpus, self._started = visible_gpus(), 0
 
     def start(self, name: str) -> LocalLink:
         self._logs.mkdir(exist_ok=True)
-        return LocalLink(self._logs / f"{name}.log", self._arguments)
+        environment = gpu_environment(self._started, self._own, self._gpus)
+        self._started += 1
+        return LocalLink(self._logs / f"{name}.log", self._arguments, environment)
 
     def wait(self, links: Sequence[LocalLink], seconds: float) -> list[LocalLink]:
         return channels.wait(links, seconds)

@@ -24,7 +24,7 @@ from sao_jax.rollout.clock import Clock
 from sao_jax.rollout.engine import Engine
 from sao_jax.runtime.checkpoints import Checkpoints, write_durably
 from sao_jax.runtime.config import RunConfig
-from sao_jax.runtime.devices import CompileCounter, data_mesh
+from sao_jax.runtime.devices import CompileCounter, data_mesh, visible_gpus
 from sao_jax.runtime.evaluation import FIRST_ID
 from sao_jax.runtime.fingerprint import differences, fingerprint
 from sao_jax.runtime.hosts import Leader
@@ -143,7 +143,7 @@ def make_backend(config: RunConfig, folder: pathlib.Path) -> Backend:
         from sao_jax.runtime.ray_links import RayBackend
 
         return RayBackend(config.workers, gpus=int(jax.default_backend() == "gpu"))
-    return LocalBackend(folder / "workers")
+    return LocalBackend(folder / "workers", own_gpus=config.devices or len(visible_gpus()))
 
 
 def make_clock(config: RunConfig, mesh: jax.sharding.Mesh) -> Clock:

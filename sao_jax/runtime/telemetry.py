@@ -5,6 +5,7 @@ import math
 import pathlib
 from collections.abc import Callable, Iterator
 
+from sao_jax.runtime.devices import visible_gpus
 from sao_jax.runtime.router import Reading
 
 # Given the time in seconds, the reading of every device.
@@ -15,7 +16,7 @@ GPU_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia")  # there is an NVIDIA driv
 
 
 def nvml_source() -> Source | None:
-    """Reads the GPUs that this machine has; None where there are none. ValueError if the package is missing."""
+    """Reads the GPUs that this process may use; None where there are none. ValueError if the package is missing."""
     if not any(pathlib.Path(path).exists() for path in GPU_FILES):
         return None
     try:
@@ -25,7 +26,10 @@ def nvml_source() -> Source | None:
             "device temperatures need the package nvidia-ml-py: pip install 'sao_jax[telemetry]'"
         ) from None
     pynvml.nvmlInit()
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+    handles = [
+        pynvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdecimal() else pynvml.nvmlDeviceGetHandleByUUID(name)
+        for name in visible_gpus()
+    ]
 
     def read(now: float) -> list[Reading]:
         return [Reading(_temperature(pynvml, handle), _free_memory(pynvml, handle)) for handle in handles]

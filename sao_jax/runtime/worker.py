@@ -26,7 +26,7 @@ class Worker:
     """The loop of one rollout process."""
 
     def __init__(self, connection: Connection, config: RunConfig, slots: int, source: Source | None, device: int):
-        """`source`: of temperatures, which is asked about `device`."""
+        """`source`: of temperatures, which is asked about `device`: the one of this process, or one of a recording."""
         from sao_jax.runtime.devices import data_mesh
         from sao_jax.runtime.run import family_and_context, make_agents, make_engine, random_policy
         from sao_jax.runtime.utilization import DeviceWatch
@@ -129,7 +129,8 @@ def serve(socket: int) -> None:
 
         prepare_backend(1)
         config = RunConfig.from_json(message["config"])
-        Worker(connection, config, message["slots"], _source(message["readings"]), message["device"]).go()
+        device = message["device"] if message["readings"] else 0
+        Worker(connection, config, message["slots"], _source(message["readings"]), device).go()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the run is gone, and so is the reason to go on
     finally:

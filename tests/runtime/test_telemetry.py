@@ -48,11 +48,11 @@ class Nvml(types.ModuleType):
     def nvmlInit(self):
         self.begun = True
 
-    def nvmlDeviceGetCount(self):
-        return 2
-
     def nvmlDeviceGetHandleByIndex(self, index):
         return index
+
+    def nvmlDeviceGetHandleByUUID(self, name):
+        return {"GPU-2f": 1}[name]
 
     def nvmlDeviceGetTemperature(self, handle, kind):
         if handle == 1:
@@ -66,6 +66,7 @@ class Nvml(types.ModuleType):
 def test_nvml_is_read_where_there_is_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(telemetry, "GPU_FILES", (tmp_path,))
     monkeypatch.setitem(sys.modules, "pynvml", Nvml("pynvml"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,GPU-2f")
     first, second = telemetry.nvml_source()(0.0)
     assert first == Reading(64.0, 0.25)
     assert math.isnan(second.temperature_c)

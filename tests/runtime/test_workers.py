@@ -227,3 +227,13 @@ def test_processes_that_never_start_end_the_run(make, monkeypatch):
     workers = make(count=2)
     with pytest.raises(module.FailedWorkersError, match=r"6 rollout .* exit code 1: no module named torch"):
         until(workers, lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("own", "gpus", "expected"),
+    [(1, "4567", ["5", "6", "7", "5"]), (3, "4567", ["7"] * 4), (0, "", [None] * 4), (2, "01", ["0", "1", "0", "1"])],
+)
+def test_processes_compute_on_gpus_that_the_run_does_not_use_if_there_are_any(own, gpus, expected):
+    environments = [links.gpu_environment(number, own, gpus) for number in range(4)]
+    assert [e.get("CUDA_VISIBLE_DEVICES") for e in environments] == expected
+    assert all(("XLA_PYTHON_CLIENT_PREALLOCATE" in e) == (own == len(gpus) > 0) for e in environments)
