@@ -65,6 +65,7 @@ class Loop:
         self.limit = first_rollout + self.config.rollouts  # rollouts to be handed out in all
         self._collecting = False  # preheating: trajectories are stored and go nowhere
         self._taken: list = []  # attempts that ended while others drove the engine
+        self._published = 0  # newest version given to the sampler, which may still be on its way to its processes
         self._boundary = (0, 0)  # position of the newest update applied, and updates then
         self._collector = Collector(self.config)
         self._ready: collections.deque[Ready] = collections.deque()
@@ -173,7 +174,9 @@ class Loop:
             return self.limit
         bound = max(self.config.max_staleness, self.config.forced_staleness or 0)
         waiting = self._collector.held + len(self._ready) + len(self._restarts) + len(self._batch)
-        return (bound + 1) * self.config.batch_size - self.run.agents.running - waiting
+        # While weights are on their way to other processes, new attempts would begin with older ones.
+        behind = max(0, self._published - self.run.agents.version)
+        return (bound + 1 - behind) * self.config.batch_size - self.run.agents.running - waiting
 
     def _admit(self, ended: int = 0) -> None:
         """`ended` attempts have been collected and are still to be digested; they take up room."""
@@ -437,6 +440,7 @@ class Loop:
     def publish(self) -> None:
         """Gives the learner's policy to the sampler, from the next burst on."""
         learner = self.run.learner
+        self._published = learner.version
         self.run.agents.publish(learner.published_policy(), learner.version)
         self._schedule.append(("publish", {"version": learner.version}))
 

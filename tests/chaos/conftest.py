@@ -38,8 +38,8 @@ def workers(monkeypatch, request):
 
     made = Made()
 
-    def make(*args):
-        made.append(Workers(*args, **made.options))
+    def make(*args, **options):
+        made.append(Workers(*args, **options | made.options))
         return made[-1]
 
     monkeypatch.setattr(run_module, "Workers", make)
