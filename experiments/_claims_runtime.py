@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from experiments._ablations import GRPO, NO_CRITIC
+from experiments._ablations import GRPO, NO_CRITIC, SAO
 from experiments._claim import Measured, Request, must
 from experiments.ablate import COMMAND, ROOT, finish_run, warm_flags, warm_folder
 from sao_jax.report.intervals import mean_interval
@@ -145,15 +145,18 @@ def hot_spots(asked: Request) -> Measured:
 
 # -- idle devices ------------------------------------------------------------------------------------------------------
 
-# The same engine and learner, and environments that sleep for times drawn from the same distribution. Neither side has
-# a critic, and no group is dropped, so that a sample costs both the same.
+# The same engine and learner, and environments that sleep for times drawn from the same distribution. Neither of the
+# sides that are compared has a critic, and no group is dropped, so that a sample costs both the same. More slots than a
+# batch would be of no use to groups that are waited for.
 OVERLAP = dict(
     task="calculator", batch_size=64, eval_every=0, eval_tasks=16, env_seconds=0.1, env_sleep=True,
     checkpoint_every=1_000_000, keep_checkpoints=1,
 )  # fmt: skip
+AHEAD = dict(concurrency="auto", slots=256, max_staleness=4)
 SIDES = {
-    "single": NO_CRITIC | dict(baseline="batch_mean", concurrency="auto"),
-    "groups": GRPO | dict(max_staleness=0, drop_dead_groups=False),
+    "single": NO_CRITIC | dict(baseline="batch_mean", rollouts=2048) | AHEAD,
+    "groups": GRPO | dict(max_staleness=0, drop_dead_groups=False, rollouts=512, slots=64),
+    "sao": SAO | dict(preheat_rollouts=0, rollouts=1024) | AHEAD,
 }
 SIGMAS = (0.0, 0.65, 1.29)
 SIGMA_REPORTED = 1.29
@@ -161,26 +164,31 @@ SIGMA_REPORTED = 1.29
 
 def overlap(asked: Request) -> tuple[dict[tuple[str, float], list[dict[str, float]]], list[int], dict]:
     """Figures by (side, sigma), one per seed, of asynchronous single trajectories and of synchronous groups."""
-    seeds, rollouts = list(range(asked.seeds or (1 if asked.quick else 3))), 256 if asked.quick else 512
+    seeds = list(range(asked.seeds or (1 if asked.quick else 3)))
     found: dict[tuple[str, float], list[dict[str, float]]] = {}
+    where = asked.results / ("overlap-quick" if asked.quick else "overlap")
     for seed in seeds:
         start = warm_folder(asked.results, OVERLAP["task"], seed, asked.quick)
         must(finish_run(start, warm_flags(OVERLAP["task"], seed, asked.quick), asked.check))
         for sigma in (SIGMA_REPORTED,) if asked.quick else SIGMAS:
             for side, flags in SIDES.items():
-                name = f"{side}_sigma={sigma}_rollouts={rollouts}_s{seed}"
-                folder = asked.results / ("overlap-quick" if asked.quick else "overlap") / name
-                flags = OVERLAP | flags | dict(env_sigma=sigma, seed=seed, rollouts=rollouts, init_from=str(start))
+                folder = (
+                    asked.results / ("overlap-quick" if asked.quick else "overlap") / f"{side}_sigma={sigma}_s{seed}"
+                )
+                flags = OVERLAP | flags | dict(env_sigma=sigma, seed=seed, init_from=str(start))
+                flags |= dict(rollouts=512) if asked.quick else {}
                 must(finish_run(folder, flags, asked.check))
                 found.setdefault((side, sigma), []).append(overlap_figures(folder))
-    return found, seeds, {"rollouts": rollouts, "batch": OVERLAP["batch_size"], "median_s": OVERLAP["env_seconds"]}
+    return found, seeds, {"batch": OVERLAP["batch_size"], "group": 8, "median_s": OVERLAP["env_seconds"]}
 
 
 def overlap_figures(folder: pathlib.Path) -> dict[str, float]:
-    """Between the first and the last update: share of the time that devices were busy, and samples per second."""
+    """Share of the time that devices were busy and samples per second, from the first update to the last that came
+    before the last task was handed out: what follows is the wait for a run's last stragglers."""
     with Ledger(folder / "ledger.sqlite", read_only=True) as ledger:
-        events = list(ledger.events(kinds=("update", "concurrency")))
-    updates = [e for e in events if e.kind == "update"]
+        events = list(ledger.events(kinds=("admit", "update", "concurrency")))
+    end = max(e.position for e in events if e.kind == "admit")
+    updates = [e for e in events if e.kind == "update" and e.position < end]
     between = [
         e.payload for e in events
         if e.kind == "concurrency" and updates[0].position < e.position < updates[-1].position
