@@ -172,9 +172,7 @@ def overlap(asked: Request) -> tuple[dict[tuple[str, float], list[dict[str, floa
         must(finish_run(start, warm_flags(OVERLAP["task"], seed, asked.quick), asked.check))
         for sigma in (SIGMA_REPORTED,) if asked.quick else SIGMAS:
             for side, flags in SIDES.items():
-                folder = (
-                    asked.results / ("overlap-quick" if asked.quick else "overlap") / f"{side}_sigma={sigma}_s{seed}"
-                )
+                folder = where / f"{side}_sigma={sigma}_s{seed}"
                 flags = OVERLAP | flags | dict(env_sigma=sigma, seed=seed, init_from=str(start))
                 flags |= dict(rollouts=512) if asked.quick else {}
                 must(finish_run(folder, flags, asked.check))
