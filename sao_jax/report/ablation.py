@@ -35,11 +35,19 @@ HEALTH = {
     "staleness": ("async/staleness_mean",),
 }
 
+# Shares of tokens by side of the band and sign of their advantage: what a rule does to them depends on both.
+OUTSIDE = {
+    f"{side}_{sign}": f"actor/mask_{key}_frac_{sign}"
+    for side, key in (("above", "high"), ("below", "low"))
+    for sign in ("pos", "neg")
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
     """One run of a comparison. `rollouts`, `clock`, `success`: its held-out curve, of which `measured` points are
-    evaluations; `health`: means over the last updates, of a run that collapsed over the last ones before its fall."""
+    evaluations; `health`: means over the last updates, of a run that collapsed over the last ones before its fall;
+    `outside`: means over all updates before it."""
 
     method: str
     point: Mapping[str, Any]
@@ -50,6 +58,7 @@ class Cell:
     success: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0))
     n: int = 0
     measured: int = 0
+    outside: Mapping[str, float] = dataclasses.field(default_factory=dict)
     training: float = math.nan
     wall_s: float = math.nan
     health: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -118,6 +127,7 @@ def read_cell(folder: Path, method: str, point: Mapping[str, Any], seed: int, er
     for name, keys in HEALTH.items():
         parts = [values(seen[-LATEST:], key) for key in keys]
         health[name] = float(sum(p.mean() for p in parts)) if all(len(p) for p in parts) else math.nan
+    outside = {name: float(values(seen, key).mean()) if seen else math.nan for name, key in OUTSIDE.items()}
     health["kl_within"] = float(np.mean([_kl(u) <= KL_TARGET for u in updates])) if updates else math.nan
     latency = values(updates, "async/publish_latency_s")
     health["latency"] = float(np.median(latency)) if len(latency) else math.nan
@@ -128,7 +138,18 @@ def read_cell(folder: Path, method: str, point: Mapping[str, Any], seed: int, er
         training=float(training.mean()) if len(training) else math.nan,
         wall_s=math.nan if seconds is None else seconds,
         health=health,
+        outside=outside,
     )
+
+
+def _share(x: float) -> str:
+    return "-" if math.isnan(x) else f"{100 * x:.3f} %"
+
+
+def _mean(x: Sequence[float]) -> float:
+    """Of the numbers among them; NaN if there are none."""
+    known = [v for v in x if not math.isnan(v)]
+    return math.fsum(known) / len(known) if known else math.nan
 
 
 def _with_level(run, x: np.ndarray, clock: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -201,6 +222,7 @@ def rows(cells: Sequence[Cell], reference: str) -> list[dict[str, Any]]:
             "training": mean_interval([c.training for c in group]),
             "health": {k: float(np.nanmean([c.health[k] for c in group])) if any(
                 not math.isnan(c.health[k]) for c in group) else math.nan for k in HEALTH},
+            "outside": {k: _mean([c.outside.get(k, math.nan) for c in group]) for k in OUTSIDE},
         }  # fmt: skip
         if pairs and group[0].method != reference:
             row["effect"] = mean_interval([c.final - r.final for c, r in pairs])
@@ -258,6 +280,10 @@ def summary(cells: Sequence[Cell], reference: str, budget: str = "both") -> str:
         "",
         _table(head, body),
     ]
+    if any(r["outside"]["above_neg"] > 0 for r in table):
+        head = ("method", "above, advantage > 0", "above, < 0", "below, > 0", "below, < 0")
+        body = [(r["method"], *(_share(r["outside"][k]) for k in OUTSIDE)) for r in table]
+        out += ["", "## Tokens outside the band, by the sign of their advantage", "", _table(head, body)]
     if failed := [c for c in cells if c.error]:
         out += ["", "## Not finished", "", *(f"- {c.label}, seed {c.seed}: {c.error}" for c in failed)]
     out += [
@@ -274,13 +300,25 @@ def runs_csv(cells: Sequence[Cell]) -> str:
     points = sorted({k for c in cells for k in c.point})
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    names = ("final", "n", "area", "training", "rollouts", "clock_s", "wall_s", "collapsed_at", *HEALTH, "error")
+    names = (
+        "final",
+        "n",
+        "area",
+        "training",
+        "rollouts",
+        "clock_s",
+        "wall_s",
+        "collapsed_at",
+        *HEALTH,
+        *OUTSIDE,
+        "error",
+    )
     writer.writerow(["method", *points, "seed", *names])
     for c in cells:
         fell = c.fell_at
         ends = [c.rollouts[-1], c.clock[-1]] if len(c.success) else [math.nan, math.nan]
         figures = [c.final, c.n, c.area, c.training, *ends, c.wall_s, "" if fell is None else c.rollouts[fell]]
-        figures += [c.health.get(k, math.nan) for k in HEALTH]
+        figures += [c.health.get(k, math.nan) for k in HEALTH] + [c.outside.get(k, math.nan) for k in OUTSIDE]
         plain = [f"{x:.6g}" if isinstance(x, float) else x for x in figures]
         writer.writerow([c.method, *(c.point.get(p, "") for p in points), c.seed, *plain, c.error])
     return out.getvalue()

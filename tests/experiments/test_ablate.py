@@ -86,6 +86,15 @@ def cell(method, seed, success, clock=(0, 10, 20, 30), **options):
     )  # fmt: skip
 
 
+def test_tokens_outside_the_band_are_told_by_the_sign_of_their_advantage():
+    runs = [cell("sao", s, [0.2, 0.4], outside={"above_pos": 0.001, "above_neg": 0.003 * s, "below_pos": math.nan,
+                                                "below_neg": 0.0}) for s in range(2)]  # fmt: skip
+    assert "| sao | 0.100 % | 0.150 % | - | 0.000 % |" in ablation.summary(runs, "sao")
+    assert "by the sign" not in ablation.summary(runs[:1], "sao"), "nothing was above"
+    (line,) = csv.DictReader(io.StringIO(ablation.runs_csv(runs[1:])))
+    assert (line["above_neg"], line["below_pos"]) == ("0.003", "nan")
+
+
 def test_figures_of_a_curve():
     c = cell("a", 0, [0.2, 0.6, 0.4, 0.8])
     assert c.final == 0.8
