@@ -95,13 +95,14 @@ def test_killed_rollout_processes_cost_restarts_and_nothing_else(tmp_path, worke
     """Half of the kills come at any moment, half right before attempts are sent to the process that was killed."""
     rng, folder, display = random.Random(SEED), tmp_path / "run", SilentDisplay()
     rollouts, end = 24 * KILLS, time.monotonic() + LIFE_S * (1 + KILLS / 5)
-    positions = sorted(rng.sample(range(60, 3 * rollouts), KILLS))
+    positions = sorted(rng.sample(range(60, 2 * rollouts), KILLS))  # the run is to go on long enough to see them
     print(f"seed {SEED}: kills at positions {positions}")
     killed = []
 
     def kill_if_due(at):
-        if positions and len(positions) % 2 == at and last_position(folder) >= positions[0] and workers[0]._processes:
-            victim = rng.choice(workers[0]._processes)
+        alive = [p for p in workers[0]._processes if p not in killed]  # that one is dead may not have been seen yet
+        if positions and len(positions) % 2 == at and last_position(folder) >= positions[0] and alive:
+            victim = rng.choice(alive)
             kill([victim.link.pid])
             killed.append(victim)
             del positions[0]
