@@ -127,7 +127,7 @@ def read_cell(folder: Path, method: str, point: Mapping[str, Any], seed: int, er
     for name, keys in HEALTH.items():
         parts = [values(seen[-LATEST:], key) for key in keys]
         health[name] = float(sum(p.mean() for p in parts)) if all(len(p) for p in parts) else math.nan
-    outside = {name: float(values(seen, key).mean()) if seen else math.nan for name, key in OUTSIDE.items()}
+    outside = {name: _mean(values(seen, key).tolist()) for name, key in OUTSIDE.items()}
     health["kl_within"] = float(np.mean([_kl(u) <= KL_TARGET for u in updates])) if updates else math.nan
     latency = values(updates, "async/publish_latency_s")
     health["latency"] = float(np.median(latency)) if len(latency) else math.nan
