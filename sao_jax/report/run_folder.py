@@ -150,8 +150,8 @@ def evaluation(line: Mapping) -> dict | None:
     success, low, high, n = get("success"), get("low"), get("high"), get("n")
     if success is None:
         return None
-    if (low is None or high is None) and n and 0 <= success <= 1:
-        low, high = wilson(success * n, int(n))
+    if (low is None or high is None) and n is not None and n >= 1 and 0 <= success <= 1:
+        low, high = wilson(success * int(n), int(n))
     greedy = bool(line.get("eval/greedy", line.get("greedy", False)))
     found = {"success": success, "low": low, "high": high, "n": None if n is None else int(n), "greedy": greedy}
     return found | {"version": get("version"), "rollouts": get("rollouts")}
