@@ -20,6 +20,11 @@ BASE = dict(
 )
 BUDGET = 4096
 PREHEAT = 512
+# A small run without end, for what watches or kills runs.
+SMALL = dict(dim=64, layers=2, heads=2, kv_heads=1, head_dim=32, mlp_dim=128)
+ENDLESS = SMALL | dict(
+    task="calculator", batch_size=16, warm_start_steps=0, preheat_rollouts=0, rollouts=10**6, eval_every=0, eval_tasks=8
+)
 SHORT = dict(batch_size=16, eval_every=16)  # of presets with many cells, which take 2,048 rollouts
 
 # SAO in the form that is compared, and what each method changes. The learning rate is the best of four for SAO, GRPO

@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from experiments._ablations import GRPO, NO_CRITIC, SAO
+from experiments._ablations import ENDLESS, GRPO, NO_CRITIC, SAO, SMALL
 from experiments._claim import Measured, Request, must
-from experiments.ablate import COMMAND, ROOT, finish_run, warm_flags, warm_folder
+from experiments.ablate import COMMAND, ROOT, arguments, finish_run, warm_flags, warm_folder
 from sao_jax.report.intervals import mean_interval
 from sao_jax.rollout.agents import Failure
 from sao_jax.runtime.config import RunConfig
@@ -223,7 +223,6 @@ def throughput(asked: Request) -> Measured:
 
 # -- recovery ----------------------------------------------------------------------------------------------------------
 
-MODEL = dict(dim=64, layers=2, heads=2, kv_heads=1, head_dim=32, mlp_dim=128)
 HUNG_S = 3.0  # without a sign of life
 
 
@@ -238,7 +237,7 @@ class Busy:
 
         from sao_jax.runtime.run import family_and_context, random_policy
 
-        config = RunConfig(**MODEL, task="calculator", workers=2, slots=16, worker_timeout=HUNG_S)
+        config = RunConfig(**SMALL, task="calculator", workers=2, slots=16, worker_timeout=HUNG_S)
         family, context = family_and_context(config)
         self.noted: list[tuple[float, str]] = []
         self.restarted: list[float] = []
@@ -304,9 +303,7 @@ def worker_faults(folder: pathlib.Path, repetitions: int, check) -> dict[str, li
 
 def run_faults(folder: pathlib.Path, repetitions: int, check) -> list[dict[str, float]]:
     """Seconds from a kill of a whole run, started again at once, until it has made an update more than before."""
-    flags = MODEL | dict(task="calculator", batch_size=16, warm_start_steps=0, preheat_rollouts=0, rollouts=10**6)
-    flags |= dict(eval_every=0, eval_tasks=8, checkpoint_every=8, run_dir=str(folder))
-    words = [word for k, v in flags.items() for word in (f"--{k.replace('_', '-')}", str(v))]
+    words = arguments(ENDLESS | dict(checkpoint_every=8))
     log = folder.with_suffix(".txt").open("w")
 
     def start(*words: str) -> subprocess.Popen:
@@ -326,7 +323,7 @@ def run_faults(folder: pathlib.Path, repetitions: int, check) -> list[dict[str, 
                 raise ValueError(f"the run ended, see {log.name}")
             time.sleep(0.05)
 
-    found, process = [], start(*words)
+    found, process = [], start(*words, "--run-dir", str(folder))
     try:
         until(process, 10)
         for _ in range(repetitions):

@@ -19,11 +19,9 @@ if not __package__:
     sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from experiments import _cli
-from experiments.ablate import COMMAND, ROOT
+from experiments._ablations import ENDLESS
+from experiments.ablate import COMMAND, ROOT, arguments
 
-MODEL = ("--dim", "64", "--layers", "2", "--heads", "2", "--kv-heads", "1", "--head-dim", "32", "--mlp-dim", "128")
-TASK = ("--task", "calculator", "--warm-start-steps", "0", "--preheat-rollouts", "0", "--batch-size", "16")
-ENDLESS = ("--rollouts", "1000000", "--eval-every", "0", "--eval-tasks", "8", "--checkpoint-every", "20")
 SAMPLE_S = 5.0
 SETTLING = 0.3  # share of a process's life in which caches still fill
 GROWTH_MB, GROWTH_FILES = 20.0, 2.0  # between the means of the first and the last third after that
@@ -74,7 +72,8 @@ def watch(flags: Flags, folder: pathlib.Path, check, psutil) -> tuple[dict[tuple
     from rich.progress import Progress
 
     found: dict[tuple[int, str], list[Sample]] = {}
-    command = [*COMMAND, *MODEL, *TASK, *ENDLESS, "--workers", str(flags.workers), "--run-dir", str(folder)]
+    words = arguments(ENDLESS | dict(checkpoint_every=20, workers=flags.workers))
+    command = [*COMMAND, *words, "--run-dir", str(folder)]
     begin, killed, kill_at = time.monotonic(), 0, flags.kill_every
     with (folder.parent / "output.txt").open("w") as output, Progress() as progress:
         bar = progress.add_task("soak", total=flags.minutes * 60)

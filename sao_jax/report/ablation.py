@@ -220,8 +220,7 @@ def rows(cells: Sequence[Cell], reference: str) -> list[dict[str, Any]]:
             "equal_clock": equal_clock,
             "clock": mean_interval([c.clock[-1] for c in group]),
             "training": mean_interval([c.training for c in group]),
-            "health": {k: float(np.nanmean([c.health[k] for c in group])) if any(
-                not math.isnan(c.health[k]) for c in group) else math.nan for k in HEALTH},
+            "health": {k: _mean([c.health[k] for c in group]) for k in HEALTH},
             "outside": {k: _mean([c.outside.get(k, math.nan) for c in group]) for k in OUTSIDE},
         }  # fmt: skip
         if pairs and group[0].method != reference:

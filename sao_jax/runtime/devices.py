@@ -5,6 +5,12 @@ import ctypes
 import os
 import pathlib
 
+GPU_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia")  # there is an NVIDIA driver where one of them is
+
+
+def has_nvidia() -> bool:
+    return any(pathlib.Path(path).exists() for path in GPU_FILES)
+
 
 def prepare_backend(num_devices: int | None = None, num_hosts: int = 1) -> None:
     """Chooses the platform, and on CPU the number of virtual devices of each host (default: one per usable core).
@@ -16,8 +22,7 @@ def prepare_backend(num_devices: int | None = None, num_hosts: int = 1) -> None:
     JAX_PLATFORMS is set. One virtual device per core is faster than one device with a pool of threads: each core then
     works on its own rows, and a reduction joins them once per update.
     """
-    has_nvidia = pathlib.Path("/dev/nvidiactl").exists() or pathlib.Path("/proc/driver/nvidia").exists()
-    if not has_nvidia:
+    if not has_nvidia():
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         _keep_freed_memory()
@@ -27,7 +32,7 @@ def prepare_backend(num_devices: int | None = None, num_hosts: int = 1) -> None:
         cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(cache / "sao_jax" / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
-    if has_nvidia and num_devices:  # memory of the others is not to be taken: rollout processes may use them
+    if num_devices and has_nvidia():  # memory of the others is not to be taken: rollout processes may use them
         jax.config.update("jax_cuda_visible_devices", ",".join(map(str, range(num_devices))))
     if os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])

@@ -5,19 +5,16 @@ import math
 import pathlib
 from collections.abc import Callable, Iterator
 
-from sao_jax.runtime.devices import visible_gpus
+from sao_jax.runtime.devices import has_nvidia, visible_gpus
 from sao_jax.runtime.router import Reading
 
 # Given the time in seconds, the reading of every device.
 Source = Callable[[float], list[Reading]]
 
 
-GPU_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia")  # there is an NVIDIA driver where one of them is
-
-
 def nvml_source() -> Source | None:
     """Reads the GPUs that this process may use; None where there are none. ValueError if the package is missing."""
-    if not any(pathlib.Path(path).exists() for path in GPU_FILES):
+    if not has_nvidia():
         return None
     try:
         import pynvml

@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from sao_jax.runtime import telemetry
+from sao_jax.runtime import devices, telemetry
 from sao_jax.runtime.router import Reading
 
 
@@ -64,7 +64,7 @@ class Nvml(types.ModuleType):
 
 
 def test_nvml_is_read_where_there_is_a_gpu(monkeypatch, tmp_path):
-    monkeypatch.setattr(telemetry, "GPU_FILES", (tmp_path,))
+    monkeypatch.setattr(devices, "GPU_FILES", (tmp_path,))
     monkeypatch.setitem(sys.modules, "pynvml", Nvml("pynvml"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,GPU-2f")
     first, second = telemetry.nvml_source()(0.0)
@@ -76,5 +76,5 @@ def test_nvml_is_read_where_there_is_a_gpu(monkeypatch, tmp_path):
 
 
 def test_there_may_be_no_gpu(monkeypatch, tmp_path):
-    monkeypatch.setattr(telemetry, "GPU_FILES", (tmp_path / "nothing",))
+    monkeypatch.setattr(devices, "GPU_FILES", (tmp_path / "nothing",))
     assert telemetry.nvml_source() is None
