@@ -15,7 +15,7 @@ from sao_jax.runtime.config import RunConfig
 from sao_jax.runtime.run import random_policy
 from sao_jax.runtime.workers import Workers
 
-ray = pytest.importorskip("ray", reason="needs the package ray")
+ray = pytest.importorskip("ray", reason="needs pip install -e '.[ray]'")
 
 
 @pytest.fixture

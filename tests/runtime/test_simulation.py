@@ -6,7 +6,7 @@ import pytest
 from sao_jax.runtime.router import Limits
 from sao_jax.runtime.simulation import Cluster, simulate
 
-pytest.importorskip("simpy", reason="pip install 'sao_jax[simulation]'")
+pytest.importorskip("simpy", reason="needs pip install -e '.[simulation]'")
 
 
 def test_adaptive_routing_starts_tasks_sooner_than_turns():
