@@ -57,7 +57,13 @@ def main(stop) -> None:
         display.stage("evaluation", flags.n, "instances")
         temperature = 0.0 if flags.greedy else config.temperature
         result = evaluate(
-            agents, flags.n, temperature=temperature, seed=config.seed, check=stop.check, report=display.advance
+            agents,
+            flags.n,
+            temperature=temperature,
+            seed=config.seed,
+            max_attempts=config.max_attempts,
+            check=stop.check,
+            report=display.advance,
         )
     for t in result.trajectories[: flags.show]:
         print(f"reward {t.total_reward:g}  {agents.family.tokenizer.decode(t.tokens)}")

@@ -1,5 +1,6 @@
 """Held-out success: every test instance once, with the weights the sampler has."""
 
+import collections
 import dataclasses
 from collections.abc import Callable
 
@@ -15,7 +16,7 @@ SUCCESS = 1.0 - 1e-6  # a reward of at least this counts as success
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Rewards by instance, in order; an attempt whose environment failed is counted in `failed` and scores 0."""
+    """Rewards by instance, in order; one whose attempts have all failed is counted in `failed` and scores 0."""
 
     rewards: list[float]
     failed: int
@@ -32,19 +33,22 @@ def evaluate(
     *,
     temperature: float,
     seed: int = 0,
+    max_attempts: int = 3,
     check: Callable[[], None] = lambda: None,
     other: Callable[[list], None] = lambda ended: None,
     dispatched: Callable[[dict], None] = lambda schedule: None,
     report: Callable[[int], None] = lambda done: None,
 ) -> Evaluation:
-    """Runs the first `count` test instances at `temperature` (0: greedy).
+    """Runs the first `count` test instances at `temperature` (0: greedy), each up to `max_attempts` times: a process
+    that dies or an environment that fails says nothing about the policy.
 
     Attempts already under way on the engine go on beside them; what they end in is given to `other`. `dispatched` gets
-    the schedule of each burst. Raises ValueError if every attempt failed.
+    the schedule of each burst. Raises ValueError if every instance failed.
     """
     rewards: dict[int, float] = {}
     trajectories: dict[int, Trajectory] = {}
-    failed, started, reason = 0, 0, ""
+    todo = collections.deque((index, 0) for index in range(count))  # and how many of its attempts have failed
+    failed, reason = 0, ""
     while len(rewards) < count:
         check()
         elsewhere = []
@@ -53,17 +57,22 @@ def evaluate(
             if index < 0:
                 elsewhere.append(item)
             elif isinstance(item, Failure):
-                failed, reason = failed + 1, item.reason
-                rewards[index] = 0.0
+                reason = item.reason
+                if item.attempt + 1 < max_attempts:
+                    todo.append((index, item.attempt + 1))
+                else:
+                    failed, rewards[index] = failed + 1, 0.0
             else:
                 rewards[index], trajectories[index] = item.total_reward, item
         other(elsewhere)
         report(len(rewards))
-        while started < count and agents.free > 0:
-            agents.start("test", started, rollout=FIRST_ID + started, seed=seed, temperature=temperature)
-            started += 1
+        while todo and agents.free > 0:
+            index, attempt = todo.popleft()
+            agents.start("test", index, rollout=FIRST_ID + index, attempt=attempt, seed=seed, temperature=temperature)
         if agents.dispatch():
             dispatched(agents.last_schedule)
     if failed == count:
-        raise ValueError(f"all {count} attempts of the evaluation failed; the last: {reason}")
+        raise ValueError(
+            f"all {count} instances of the evaluation failed in {max_attempts} attempts each; the last: {reason}"
+        )
     return Evaluation([rewards[i] for i in range(count)], failed, [trajectories[i] for i in sorted(trajectories)])

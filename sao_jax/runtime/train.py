@@ -261,6 +261,7 @@ class Stages:
                 count or config.eval_tasks,
                 temperature=0.0 if greedy else config.temperature,
                 seed=config.seed,
+                max_attempts=config.max_attempts,
                 check=self.check,
                 other=self.loop.take,
                 dispatched=self.loop.note_burst,

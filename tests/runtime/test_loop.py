@@ -262,8 +262,22 @@ def test_an_evaluation_in_which_every_attempt_fails_is_an_error(tmp_path, monkey
     assert {line["eval/failed"] for line in record.lines if line.get("stage") == "eval"} == {2}
     assert any("4 instances, 2 failed" in note for note in notes)
     first = 0
-    with pytest.raises(ValueError, match=r"all 4 attempts of the evaluation failed; the last: .*no sandbox"):
+    with pytest.raises(ValueError, match=r"all 4 instances .* failed in 3 attempts each; the last: .*no sandbox"):
         run(tmp_path / "all", rollouts=4)
+
+
+def test_an_instance_of_an_evaluation_whose_attempt_fails_is_tried_again(tmp_path, monkeypatch):
+    def broken_once(self, action):
+        if self._instance.split == "test" and self._instance.index not in seen:
+            seen.add(self._instance.index)
+            raise RuntimeError("no sandbox")
+        return step(self, action)
+
+    step, seen = TinyEnvironment.step, set()
+    monkeypatch.setattr(TinyEnvironment, "step", broken_once)
+    figures, _, _ = run(tmp_path, rollouts=4)
+    assert seen == {0, 1, 2, 3}
+    assert (figures["n"], figures["failed"]) == (4, 0)
 
 
 def test_a_prompt_that_leaves_no_room_is_dropped_with_its_reason(tmp_path, monkeypatch):
