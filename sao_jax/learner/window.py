@@ -98,8 +98,10 @@ def token_weights(choices: Choices, numbers: dict, logp, rollout_logp, advantage
 
 
 def policy_forward(config: ModelConfig, params: dict, rows: dict):
-    model = bind(config, params)
-    return next_token_logprobs(model(rows["tokens"]), model.head(), rows["tokens"], rows["temperature"])
+    """(log-prob, entropy) [R, L] of the rows' tokens; "pack_ids" [R, L] where rows hold several trajectories."""
+    model, packs = bind(config, params), rows.get("pack_ids")
+    hidden = model(rows["tokens"], pack_ids=packs)
+    return next_token_logprobs(hidden, model.head(), rows["tokens"], rows["temperature"], pack_ids_BxT=packs)
 
 
 def policy_terms(choices: Choices, numbers: dict, kl_coef, rows: dict, logp, entropy):

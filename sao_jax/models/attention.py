@@ -3,7 +3,8 @@
     out_t = sum_{s <= t} softmax_s(q_t . k_s / sqrt(E)) v_s
 
 All take q [B, T, H, E] and k, v [B, T, K, E], where query head h reads key/value head h // (H / K), and return
-[B, T, H, E] in the type of v. Scores and softmax are float32.
+[B, T, H, E] in the type of v. Scores and softmax are float32. With pack_ids [B, T], integers that never fall along a
+row, a row holds several sequences one after the other, and the sum runs over s <= t of the same pack only.
 
 * `causal_attention`: the definition, and the reference in the tests.
 * `blockwise_causal_attention`: for CPUs. Never multiplies what the mask hides, and has its own VJP.
@@ -20,40 +21,54 @@ TARGET_BLOCK = 128
 MAX_BLOCKS = 16
 
 
-def attention(q_BxTxHxE: jax.Array, k_BxTxKxE: jax.Array, v_BxTxKxE: jax.Array) -> jax.Array:
+def attention(
+    q_BxTxHxE: jax.Array, k_BxTxKxE: jax.Array, v_BxTxKxE: jax.Array, pack_ids_BxT: jax.Array | None = None
+) -> jax.Array:
     """Causal attention in the form that is fastest on the default backend.
 
     The backend is read when the function is traced. `jax.lax.platform_dependent` would decide later, but it traces
     every branch, and the cuDNN one inspects the GPU while it is traced, which fails on a machine without one.
     """
     if jax.default_backend() == "cpu":
-        return blockwise_causal_attention(q_BxTxHxE, k_BxTxKxE, v_BxTxKxE)
-    return fused_causal_attention(q_BxTxHxE, k_BxTxKxE, v_BxTxKxE)
+        return blockwise_causal_attention(q_BxTxHxE, k_BxTxKxE, v_BxTxKxE, pack_ids_BxT)
+    return fused_causal_attention(q_BxTxHxE, k_BxTxKxE, v_BxTxKxE, pack_ids_BxT)
 
 
-def causal_attention(q_BxTxHxE: jax.Array, k_BxTxKxE: jax.Array, v_BxTxKxE: jax.Array) -> jax.Array:
+def causal_attention(
+    q_BxTxHxE: jax.Array, k_BxTxKxE: jax.Array, v_BxTxKxE: jax.Array, pack_ids_BxT: jax.Array | None = None
+) -> jax.Array:
     """The definition: all T x T scores, masked, softmax, weighted sum."""
     B, T, H, E = q_BxTxHxE.shape
     K = k_BxTxKxE.shape[2]
     q = q_BxTxHxE.reshape(B, T, K, H // K, E)
     scores = jnp.einsum("btkge,bske->bkgts", q, k_BxTxKxE, preferred_element_type=jnp.float32) * E**-0.5
     visible = jnp.tril(jnp.ones((T, T), bool))
+    if pack_ids_BxT is not None:
+        visible &= _same_pack(pack_ids_BxT, pack_ids_BxT)[:, None, None]
     weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1).astype(v_BxTxKxE.dtype)
     return jnp.einsum("bkgts,bske->btkge", weights, v_BxTxKxE).reshape(B, T, H, E)
 
 
-def fused_causal_attention(q_BxTxHxE: jax.Array, k_BxTxKxE: jax.Array, v_BxTxKxE: jax.Array) -> jax.Array:
+def _same_pack(queries_BxT: jax.Array, keys_BxS: jax.Array) -> jax.Array:
+    """[B, T, S]: True where query and key are of one pack."""
+    return queries_BxT[:, :, None] == keys_BxS[:, None, :]
+
+
+def fused_causal_attention(
+    q_BxTxHxE: jax.Array, k_BxTxKxE: jax.Array, v_BxTxKxE: jax.Array, pack_ids_BxT: jax.Array | None = None
+) -> jax.Array:
     """`jax.nn.dot_product_attention`, with cuDNN's flash kernel where that kernel exists.
 
     The kernel takes 16-bit types and head widths that are a multiple of 8 up to 128; everything else runs as plain
-    XLA operations.
+    XLA operations. Packs become a mask [B, 1, T, T].
     """
     E = q_BxTxHxE.shape[-1]
     flash = (
         jax.default_backend() == "gpu" and q_BxTxHxE.dtype == jnp.bfloat16 and E % 8 == 0 and E <= 128
     )  # fmt: skip
+    mask = None if pack_ids_BxT is None else _same_pack(pack_ids_BxT, pack_ids_BxT)[:, None]
     return jax.nn.dot_product_attention(
-        q_BxTxHxE, k_BxTxKxE, v_BxTxKxE, is_causal=True, implementation="cudnn" if flash else None
+        q_BxTxHxE, k_BxTxKxE, v_BxTxKxE, mask=mask, is_causal=True, implementation="cudnn" if flash else None
     )
 
 
@@ -68,14 +83,16 @@ def block_size(T: int) -> int:
 
 
 @jax.custom_vjp
-def blockwise_causal_attention(q_BxTxHxE: jax.Array, k_BxTxKxE: jax.Array, v_BxTxKxE: jax.Array) -> jax.Array:
+def blockwise_causal_attention(
+    q_BxTxHxE: jax.Array, k_BxTxKxE: jax.Array, v_BxTxKxE: jax.Array, pack_ids_BxT: jax.Array | None = None
+) -> jax.Array:
     """Causal attention by blocks of queries, each against the keys up to its own end only.
 
     The query heads of one key/value head become rows of one matrix, so that every product is an ordinary batched
     matrix multiply over B * K matrices. Per block the forward pass keeps e = exp(s - max s), its row sums and the
     output; with them the backward pass needs no exponential and no second softmax.
     """
-    return _forward(q_BxTxHxE, k_BxTxKxE, v_BxTxKxE)[0]
+    return _forward(q_BxTxHxE, k_BxTxKxE, v_BxTxKxE, pack_ids_BxT)[0]
 
 
 def _blocks(T: int):
@@ -114,7 +131,7 @@ def _transposed(x):
     return jax.lax.optimization_barrier(x.swapaxes(-1, -2))
 
 
-def _forward(q_BxTxHxE, k_BxTxKxE, v_BxTxKxE):
+def _forward(q_BxTxHxE, k_BxTxKxE, v_BxTxKxE, pack_ids_BxT=None):
     T, E = q_BxTxHxE.shape[1], q_BxTxHxE.shape[3]
     K = k_BxTxKxE.shape[2]
     G = q_BxTxHxE.shape[2] // K
@@ -127,7 +144,10 @@ def _forward(q_BxTxHxE, k_BxTxKxE, v_BxTxKxE):
         scores = _nt(q, k[:, :, :end]) * E**-0.5
         # Row r of the folded block is query position start + r % (end - start).
         row = start + jnp.arange(G * (end - start)) % (end - start)
-        scores = jnp.where(row[:, None] >= jnp.arange(end), scores, -jnp.inf)
+        visible = row[:, None] >= jnp.arange(end)
+        if pack_ids_BxT is not None:
+            visible &= _same_pack(jnp.tile(pack_ids_BxT[:, start:end], (1, G)), pack_ids_BxT[:, :end])[:, None]
+        scores = jnp.where(visible, scores, -jnp.inf)
         e = jnp.exp(scores - scores.max(-1, keepdims=True))
         total = e.sum(-1, keepdims=True)
         e = e.astype(dtype)
@@ -154,7 +174,7 @@ def _backward(residuals, dout_BxTxHxE):
         dk_t = dk_t + jnp.pad(_nn(_transposed(q), ds), beyond)
         dv_t = dv_t + jnp.pad(_nn(_transposed(d), e), beyond)
     dk = (dk_t * E**-0.5).astype(dtype).transpose(0, 3, 1, 2)
-    return jnp.concatenate(dqs, axis=1), dk, dv_t.astype(dtype).transpose(0, 3, 1, 2)
+    return jnp.concatenate(dqs, axis=1), dk, dv_t.astype(dtype).transpose(0, 3, 1, 2), None
 
 
 blockwise_causal_attention.defvjp(_forward, _backward)

@@ -35,6 +35,16 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
+def pack_positions(pack_ids_BxT: jax.Array) -> jax.Array:
+    """int32 [B, T]: the place of each token in its pack, 0 for the first. Ids never fall along a row.
+
+    pack_ids 4 4 4 7 7 9  ->  0 1 2 0 1 0
+    """
+    index = jnp.broadcast_to(jnp.arange(pack_ids_BxT.shape[1]), pack_ids_BxT.shape)
+    begins = pack_ids_BxT != jnp.pad(pack_ids_BxT[:, :-1], ((0, 0), (1, 0)))
+    return index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
+
+
 def _weight(rngs: nnx.Rngs, *shape: int) -> nnx.Param:
     """Normal with standard deviation 1/sqrt(fan in)."""
     return nnx.Param(jax.random.normal(rngs.params(), shape, jnp.float32) * shape[0] ** -0.5)
@@ -68,8 +78,8 @@ class Attention(nnx.Module):
         B, T, H, E = heads_BxTxHxE.shape
         return (heads_BxTxHxE.reshape(B * T, H * E) @ self.out[...].astype(heads_BxTxHxE.dtype)).reshape(B, T, -1)
 
-    def __call__(self, x_BxTxD, cos, sin):
-        return self.merge(attention(*self.project(x_BxTxD, cos, sin)))
+    def __call__(self, x_BxTxD, cos, sin, pack_ids_BxT=None):
+        return self.merge(attention(*self.project(x_BxTxD, cos, sin), pack_ids_BxT))
 
 
 class Mlp(nnx.Module):
@@ -95,8 +105,8 @@ class Block(nnx.Module):
         self.attn = Attention(config, rngs=rngs)
         self.mlp = Mlp(config, rngs=rngs)
 
-    def __call__(self, x_BxTxD, cos, sin):
-        x_BxTxD = x_BxTxD + self.attn(x_BxTxD, cos, sin)
+    def __call__(self, x_BxTxD, cos, sin, pack_ids_BxT=None):
+        x_BxTxD = x_BxTxD + self.attn(x_BxTxD, cos, sin, pack_ids_BxT)
         return x_BxTxD + self.mlp(x_BxTxD)
 
 
@@ -121,12 +131,15 @@ class Decoder(nnx.Module):
     def final_norm(self, x):
         return rms_norm(x, self.norm[...], self.config.norm_eps)
 
-    def __call__(self, tokens_BxT):
+    def __call__(self, tokens_BxT, *, pack_ids=None):
+        """With pack ids [B, T], which never fall along a row, each pack is a sequence of its own: positions begin at 0
+        in each, and no token sees another pack. Padding is a pack of its own, the last."""
         c = self.config
-        cos, sin = rotary_angles(jnp.arange(tokens_BxT.shape[1]), c.head_dim, c.rope_theta)
+        positions = jnp.arange(tokens_BxT.shape[1]) if pack_ids is None else pack_positions(pack_ids)
+        cos, sin = rotary_angles(positions, c.head_dim, c.rope_theta)
         x = self.embed_tokens(tokens_BxT)
         for block in self.layers:
-            x = block(x, cos, sin)
+            x = block(x, cos, sin, pack_ids)
         return self.final_norm(x)
 
 
