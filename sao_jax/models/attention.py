@@ -1,4 +1,4 @@
-"""Causal self-attention with grouped keys and values, in three forms that compute the same function.
+"""Causal self-attention with grouped keys and values, in four forms that compute the same function.
 
     out_t = sum_{s <= t} softmax_s(q_t . k_s / sqrt(E)) v_s
 
@@ -8,6 +8,7 @@ row, a row holds several sequences one after the other, and the sum runs over s 
 
 * `causal_attention`: the definition, and the reference in the tests.
 * `blockwise_causal_attention`: for CPUs. Never multiplies what the mask hides, and has its own VJP.
+* `long_attention`: in memory linear in T, for long rows, and for rows cut over devices.
 * the fused kernel behind `jax.nn.dot_product_attention`: for GPUs.
 
 `attention` picks. Letters: B rows, T positions, H query heads, K key/value heads, G = H / K, E head width.
@@ -16,19 +17,35 @@ row, a row holds several sequences one after the other, and the sum runs over s 
 import jax
 import jax.numpy as jnp
 
+from sao_jax.models.long_attention import ring_attention, streamed_causal_attention, transposed
+
 MIN_BLOCK = 32
 TARGET_BLOCK = 128
 MAX_BLOCKS = 16
+LONG = 2048  # positions from which on [T, T] scores are not held, except by cuDNN's kernel, which never holds them
 
 
 def attention(
-    q_BxTxHxE: jax.Array, k_BxTxKxE: jax.Array, v_BxTxKxE: jax.Array, pack_ids_BxT: jax.Array | None = None
+    q_BxTxHxE: jax.Array,
+    k_BxTxKxE: jax.Array,
+    v_BxTxKxE: jax.Array,
+    pack_ids_BxT: jax.Array | None = None,
+    *,
+    sequence_axis: str | None = None,
 ) -> jax.Array:
-    """Causal attention in the form that is fastest on the default backend.
+    """Causal attention in the form that is fastest on the default backend, or the one whose memory does not grow with
+    the square of T where T is above `LONG`.
+
+    With `sequence_axis` the arguments are one device's part of rows that are cut over that mesh axis.
 
     The backend is read when the function is traced. `jax.lax.platform_dependent` would decide later, but it traces
     every branch, and the cuDNN one inspects the GPU while it is traced, which fails on a machine without one.
     """
+    if sequence_axis is not None:
+        return ring_attention(q_BxTxHxE, k_BxTxKxE, v_BxTxKxE, pack_ids_BxT, axis_name=sequence_axis)
+    # With packs the kernel takes a bias [T, T].
+    if q_BxTxHxE.shape[1] > LONG and (pack_ids_BxT is not None or not _has_flash(q_BxTxHxE)):
+        return streamed_causal_attention(q_BxTxHxE, k_BxTxKxE, v_BxTxKxE, pack_ids_BxT)
     if jax.default_backend() == "cpu":
         return blockwise_causal_attention(q_BxTxHxE, k_BxTxKxE, v_BxTxKxE, pack_ids_BxT)
     return fused_causal_attention(q_BxTxHxE, k_BxTxKxE, v_BxTxKxE, pack_ids_BxT)
@@ -62,14 +79,20 @@ def fused_causal_attention(
     The kernel takes 16-bit types and head widths that are a multiple of 8 up to 128; everything else runs as plain
     XLA operations. Packs become a mask [B, 1, T, T].
     """
-    E = q_BxTxHxE.shape[-1]
-    flash = (
-        jax.default_backend() == "gpu" and q_BxTxHxE.dtype == jnp.bfloat16 and E % 8 == 0 and E <= 128
-    )  # fmt: skip
     mask = None if pack_ids_BxT is None else _same_pack(pack_ids_BxT, pack_ids_BxT)[:, None]
     return jax.nn.dot_product_attention(
-        q_BxTxHxE, k_BxTxKxE, v_BxTxKxE, mask=mask, is_causal=True, implementation="cudnn" if flash else None
+        q_BxTxHxE,
+        k_BxTxKxE,
+        v_BxTxKxE,
+        mask=mask,
+        is_causal=True,
+        implementation="cudnn" if _has_flash(q_BxTxHxE) else None,
     )
+
+
+def _has_flash(q_BxTxHxE: jax.Array) -> bool:
+    E = q_BxTxHxE.shape[-1]
+    return jax.default_backend() == "gpu" and q_BxTxHxE.dtype == jnp.bfloat16 and E % 8 == 0 and E <= 128
 
 
 def block_size(T: int) -> int:
@@ -122,15 +145,6 @@ def _nn(a, b, dtype=jnp.float32):
     return jnp.einsum("bkrs,bkse->bkre", a, b, preferred_element_type=dtype)
 
 
-def _transposed(x):
-    """x with its last two axes swapped, really moved in memory.
-
-    XLA would fold the transposition into the product that follows and run it in the form A^T B, which on CPU reaches a
-    third of the speed of A B. The barrier keeps the (small) copy.
-    """
-    return jax.lax.optimization_barrier(x.swapaxes(-1, -2))
-
-
 def _forward(q_BxTxHxE, k_BxTxKxE, v_BxTxKxE, pack_ids_BxT=None):
     T, E = q_BxTxHxE.shape[1], q_BxTxHxE.shape[3]
     K = k_BxTxKxE.shape[2]
@@ -171,8 +185,8 @@ def _backward(residuals, dout_BxTxHxE):
         ds = (e * (_nt(d, v[:, :, :end]) - inner)).astype(dtype)
         dqs.append(_unfold((_nn(ds, k[:, :, :end]) * E**-0.5).astype(dtype), end - start))
         beyond = ((0, 0), (0, 0), (0, 0), (0, T - end))
-        dk_t = dk_t + jnp.pad(_nn(_transposed(q), ds), beyond)
-        dv_t = dv_t + jnp.pad(_nn(_transposed(d), e), beyond)
+        dk_t = dk_t + jnp.pad(_nn(transposed(q), ds), beyond)
+        dv_t = dv_t + jnp.pad(_nn(transposed(d), e), beyond)
     dk = (dk_t * E**-0.5).astype(dtype).transpose(0, 3, 1, 2)
     return jnp.concatenate(dqs, axis=1), dk, dv_t.astype(dtype).transpose(0, 3, 1, 2), None
 

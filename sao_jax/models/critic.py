@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from sao_jax.models.compute import PLAIN, Compute
 from sao_jax.models.config import ModelConfig
 from sao_jax.models.decoder import bind
 
@@ -31,15 +32,20 @@ def init_critic(config: ModelConfig, policy_params: dict) -> dict:
 
 
 def critic_outputs(
-    config: ModelConfig, params: dict, tokens_BxT: jax.Array, *, pack_ids: jax.Array | None = None
+    config: ModelConfig,
+    params: dict,
+    tokens_BxT: jax.Array,
+    *,
+    pack_ids: jax.Array | None = None,
+    compute: Compute = PLAIN,
 ) -> jax.Array:
     """float32 [B, T]; entry t is the value of the prefix that ends with token t. The head is float32.
 
     With pack ids [B, T] the prefix is that of t's own pack, see `Decoder`.
     """
     trunk_config = dataclasses.replace(config, tied=True)  # "tied" is how a decoder without `unembed` is spelled.
-    hidden = bind(trunk_config, params["trunk"])(tokens_BxT, pack_ids=pack_ids).astype(jnp.float32)
-    return (hidden @ params["head"]["w"] + params["head"]["b"])[..., 0]
+    hidden = bind(trunk_config, params["trunk"])(tokens_BxT, pack_ids=pack_ids, compute=compute)
+    return (hidden.astype(jnp.float32) @ params["head"]["w"] + params["head"]["b"])[..., 0]
 
 
 def prefix_values(
