@@ -8,7 +8,7 @@ finds. The user speaks in turns; each action is an exchange:
 
     go on?              ask SLOT;           the user tells the value of a slot
     sun today.          ok;                 an interjection; it may name a value that is no part of the goal
-    now bag not hat.    ok;                 a change of mind about what was told
+    not hat now bag.    ok;                 a change of mind about what was told
     item?               bag;                a question about what was told before: recall
     look up?            look bag;           the table's entry under the value of the goal's key slot; `7.`
     do it.              refund bag ann cash 7;      ends the attempt: the goal's slots in its order, then the entry
@@ -17,8 +17,9 @@ An action that does not fit is answered `what?`; a question about a slot that th
 that was told `told.`, a tool that is called too early `wait.`, and the user says the last thing again. Only questions
 about values are passed over when the answer is wrong. Actions are ended by `;`.
 
-The reward comes at the end. It is the user's satisfaction: 0 if the goal was not reached, else 1 less PENALTY for each
-question that was needless or repeated, call that was needless or too early, and wrong answer, at least 0.
+The reward comes at the end. It is the user's satisfaction: 1 if the goal was reached, else half of the share of the
+last call's values that are right; less PENALTY for each question that was needless or repeated, call that was needless
+or too early, and wrong answer; at least 0.
 
 Recall is counted by distance, the exchanges between the one in which a value was told (or changed, or found) and the
 one in which it was needed, in reward parts `asked_kD` and `recalled_kD`, D being the upper end of the bucket of
@@ -45,7 +46,7 @@ SLOTS = {
     "hour": ("noon", "dawn", "dusk", "night", "morning", "evening"),
     "gate": ("north", "south", "east", "west", "front", "back"),
 }
-VALUES = 6  # per slot
+MOST_VALUES = 6  # per slot
 
 # Goal -> its slots; one of `turns` exchanges has the first few of them. The first slot is the key of the table.
 GOALS = {
@@ -73,16 +74,22 @@ SLACK = 4  # exchanges beyond those that are needed
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """slots: of the goal. changes, recalls, chats: how many of each; with the questions, a lookup and the last call
-    they make `turns` exchanges. max_tokens: of an attempt; an expert needs about three quarters of it at most."""
+    they make `turns` exchanges. asides: half of the chats name a value that is no part of the goal. max_tokens: of an
+    attempt; an expert needs about three quarters of it."""
 
     slots: int
     changes: int
     recalls: int
     chats: int
+    asides: bool
     max_tokens: int
 
 
-SHAPES = {8: Shape(3, 1, 1, 1, 96), 16: Shape(4, 2, 4, 4, 160), 32: Shape(6, 4, 10, 10, 288)}
+SHAPES = {
+    8: Shape(3, 1, 1, 1, False, 88),
+    16: Shape(4, 2, 4, 4, True, 160),
+    32: Shape(6, 4, 10, 10, True, 288),
+}
 DISTANCES = (2, 4, 8, 16, 32, 64)  # upper ends of the buckets; the last holds whatever is farther
 
 
@@ -135,29 +142,32 @@ class Dialogue(TaskFamily):
       turns: exchanges that a dialogue needs: 8 (default), 16 or 32; 0 draws it anew for each instance.
       noise: share of demonstrations with a mistake.
       habit: share of the mistakes that are forgotten changes of mind: the value that was told first is used throughout.
-        The others are one needless or repeated question, or one value that is mistaken in an answer or the last call.
+        The others are one needless or repeated question, or one value that is mistaken wherever it is needed.
+      values: of each slot, 2 to 6; with fewer there is less to tell apart.
     """
 
     name = "dialogue"
     stop = ";"
     tokenizer = WordTokenizer(WORDS, "0123456789a.?;")
 
-    def __init__(self, turns: int = 8, noise: float = 0.65, habit: float = 0.6):
+    def __init__(self, turns: int = 8, noise: float = 0.55, habit: float = 0.6, values: int = 4):
         if turns not in (0, *SHAPES):
             raise ValueError(f"turns is {turns}; allowed: {', '.join(map(str, SHAPES))}, or 0 for all of them")
         for name, share in (("noise", noise), ("habit", habit)):
             if not 0 <= share <= 1:
                 raise ValueError(f"{name} is {share}; it is a share, from 0 to 1")
-        self.turns, self.noise, self.habit = turns, noise, habit
+        if not 2 <= values <= MOST_VALUES:
+            raise ValueError(f"values is {values}; allowed: 2 to {MOST_VALUES}")
+        self.turns, self.noise, self.habit, self.values = turns, noise, habit, values
         longest = turns or max(SHAPES)
         self.max_tokens, self.max_turns = SHAPES[longest].max_tokens, longest + SLACK
 
     def sample(self, rng: random.Random) -> Problem:
         shape = SHAPES[self.turns or rng.choice(list(SHAPES))]
         goal = rng.choice(list(GOALS))
-        values = tuple(rng.randrange(VALUES) for _ in range(shape.slots))
-        table = tuple(rng.sample(range(10), VALUES))
-        return Problem(goal, GOALS[goal][: shape.slots], values, table, script(shape, rng))
+        values = tuple(rng.randrange(self.values) for _ in range(shape.slots))
+        table = tuple(rng.sample(range(10), self.values))
+        return Problem(goal, GOALS[goal][: shape.slots], values, table, script(shape, self.values, rng))
 
     def prompt(self, problem: Problem) -> str:
         return f"{problem.goal}. {start(problem).said}"
@@ -179,16 +189,18 @@ class Dialogue(TaskFamily):
         if wrong and not habitual:
             if kind == "mistaken":
                 slot = rng.choice(problem.slots)
-                other = rng.choice(SLOTS[slot])
+                other = rng.choice(SLOTS[slot][: self.values])
                 if slot in known:
-                    known[slot] = other if other != known[slot] else SLOTS[slot][SLOTS[slot].index(other) - 1]
+                    known[slot] = (
+                        other if other != known[slot] else SLOTS[slot][(SLOTS[slot].index(other) + 1) % self.values]
+                    )
             elif len(state.told) == 2 and not state.faults:
                 others = [slot for slot in SLOTS if slot not in problem.slots]
                 return f"ask {rng.choice(state.told if kind == 'repeated' else others)};"
         return wanted(problem, state, known)
 
 
-def script(shape: Shape, rng: random.Random) -> tuple[tuple, ...]:
+def script(shape: Shape, values: int, rng: random.Random) -> tuple[tuple, ...]:
     """What the user says: begins with a question's turn, refers to what was told only after it was told.
 
     The value of the key slot, told first, does not change after the lookup.
@@ -202,11 +214,12 @@ def script(shape: Shape, rng: random.Random) -> tuple[tuple, ...]:
     told, found = 1, [("open",)]
     for place, kind in enumerate(events):
         if kind == "chat":
-            aside = rng.choice(ASIDES).format(rng.choice([v for values in SLOTS.values() for v in values]))
-            found.append((kind, rng.choice([rng.choice(CHATS), aside])))
+            value = rng.choice(SLOTS[rng.choice(list(SLOTS))])
+            texts = [rng.choice(CHATS), rng.choice(ASIDES).format(value)]
+            found.append((kind, rng.choice(texts if shape.asides else texts[:1])))
         elif kind == "change":
             slot = rng.randrange(place > lookup, told)
-            found.append((kind, slot, rng.randrange(1, VALUES)))
+            found.append((kind, slot, rng.randrange(1, values)))
         elif kind == "recall":
             found.append((kind, rng.randrange(told)))
         else:
@@ -231,8 +244,8 @@ def say(problem: Problem, state: State, turn: int) -> None:
     elif kind == "change":
         slot = state.told[details[0]]
         old = state.values[slot]
-        new = SLOTS[slot][(SLOTS[slot].index(old) + details[1]) % VALUES]
-        state.said = f"now {new} not {old}."
+        new = SLOTS[slot][(SLOTS[slot].index(old) + details[1]) % len(problem.table)]
+        state.said = f"not {old} now {new}."
         state.old.setdefault(slot, old)
         state.values[slot], state.since[slot] = new, turn
     elif kind == "recall":
@@ -273,7 +286,7 @@ def advance(problem: Problem, state: State, action: str, turn: int) -> Outcome:
         state.values[slot], state.since[slot] = value, turn
         return go_on(value + ".") if kind == "open" else stay(value + ".", False)
     key = problem.slots[0]
-    if tool == "look" and len(words) == 2 and words[1] in SLOTS[key]:
+    if tool == "look" and len(words) == 2 and words[1] in SLOTS[key][: len(problem.table)]:
         entry = problem.table[SLOTS[key].index(words[1])]
         again = state.found is not None and state.found[0] == words[1]
         state.found = words[1], entry
@@ -292,8 +305,10 @@ def advance(problem: Problem, state: State, action: str, turn: int) -> Outcome:
         entry = str(problem.table[SLOTS[key].index(state.values[key])])
         if state.found:
             needed("entry", given[len(problem.slots) :] == [entry])
-        reached = float(words == [problem.goal, *(state.values[slot] for slot in problem.slots), entry])
-        satisfaction = reached * max(0.0, 1 - PENALTY * state.faults)
+        right = [problem.goal, *(state.values[slot] for slot in problem.slots), entry]
+        reached = float(words == right)
+        score = 1.0 if reached else 0.5 * sum(a == b for a, b in zip(words, right, strict=False)) / len(right)
+        satisfaction = max(0.0, score - PENALTY * state.faults)
         parts |= {"goal": reached, "satisfaction": satisfaction, "faults": float(state.faults)}
         return Outcome("", satisfaction, "terminated", "done", parts)
     if kind == "recall":

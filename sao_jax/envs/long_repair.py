@@ -100,7 +100,7 @@ class LongRepair(TaskFamily):
 
     Args:
       files: 2 (default) to 20. lines: of all files together, at least 4 for each file, at most 5,000.
-      bug: rename, signature (swap or add), or mixed (default) of all three.
+      bug: rename (default), signature (swap or add), or mixed of all three.
       noise: share of demonstrations with a mistake.
       skip: share of demonstrations that submit without running the tests; they show it when a mistake is not seen.
       habit: share of the mistakes that leave the last wrong line as it is; the others write one wrong operator or, in a
@@ -115,7 +115,7 @@ class LongRepair(TaskFamily):
         self,
         files: int = 2,
         lines: int = 8,
-        bug: str = "mixed",
+        bug: str = "rename",
         noise: float = 0.7,
         skip: float = 0.8,
         habit: float = 0.7,
@@ -133,7 +133,10 @@ class LongRepair(TaskFamily):
         self.noise, self.skip, self.habit = noise, skip, habit
         # At most files + 2 lines hold the target; an expert finds each, and edits each. The rest is for second looks.
         digits = len(str(lines))
-        self.max_tokens = 64 + (files + 2) * (20 if bug == "rename" else 40 + 4 * digits)
+        if bug == "rename":
+            self.max_tokens = 64 + (files + 2) * (16 + 2 * digits)
+        else:
+            self.max_tokens = 64 + (files + 2) * (38 + 6 * digits) + files * (8 + digits)
         self.max_turns = 2 * files + 8
 
     def sample(self, rng: random.Random) -> Problem:
@@ -242,8 +245,9 @@ def plant(count: int, lines: int, kind: str, rng: random.Random) -> Problem:
     )
     names = tuple(f"f{f}" for f in callers)
     problem = Problem(kind, target, extra, files, repairs, names, ())
-    wrong = [(name, x) for name in names for x in rng.sample(INPUTS, 1) if not same(problem, {}, name, (x,))]
-    visible = rng.sample(wrong, max(1, len(wrong) // 2))
+    seen = {name: [x for x in INPUTS if not same(problem, {}, name, (x,))] for name in names}
+    wrong = [name for name in names if seen[name]]
+    visible = [(name, rng.choice(seen[name])) for name in rng.sample(wrong, (len(wrong) + 1) // 2)]
     return dataclasses.replace(problem, visible=tuple(visible))
 
 
