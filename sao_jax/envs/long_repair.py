@@ -29,70 +29,34 @@ hidden ones, which call the target by its new form and every function that calls
 """
 
 import dataclasses
-import functools
 import random
-import re
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Sequence
 
 from sao_jax.data.protocols import Outcome
 from sao_jax.data.tokenizers import WordTokenizer
 from sao_jax.envs.base import TaskFamily
-from sao_jax.envs.expressions import evaluate, parse_expression
+from sao_jax.envs.repository import (
+    INPUTS,
+    Problem,
+    apply_action,
+    hidden_tests_pass,
+    holding,
+    holds,
+    line_of,
+    run_tests,
+    same,
+    to_repair,
+)
 
 MOST_FILES, MOST_LINES = 20, 5000
-SHOWN = 6  # lines that one action can show
-LONGEST = 40  # characters of a line
-DEPTH, CALLS = 10, 200  # of calls within each other, and of all calls for one value
-INPUTS = range(10)
-ERROR = "error."
 KINDS = ("rename", "swap", "add")
 BUGS = {"rename": ("rename",), "signature": ("swap", "add"), "mixed": KINDS}
-WORDS = ("list", "find", "view", "edit", "replace", "test", "submit", "ok", "pass", "not", "error", "rename", "swap")
-
-_NAME = r"[fg](?:0|[1-9][0-9]{0,3})"
-_NUMBER = r"[1-9][0-9]{0,3}"
-_TOKEN = re.compile(rf"{_NAME}|0|[1-9][0-9]*|[-+*(),xyz]")
-_DEFINITION = re.compile(rf"({_NAME})\(([xyz](?:,[xyz]){{0,2}})\)=(.+)")
-_FIND = re.compile(rf"find (?:({_NUMBER}):)?({_NAME});")
-_VIEW = re.compile(rf"view ({_NUMBER}):({_NUMBER});")
-_EDIT = re.compile(rf"edit ({_NUMBER}):({_NUMBER})=([^;]*);")
-_REPLACE = re.compile(rf"replace ({_NUMBER}):({_NAME})=({_NAME});")
+WORDS = ("list", "find", "view", "edit", "replace", "test", "submit", "ok", "pass", "not", "error", *KINDS)
 
 # The target tells its arguments apart: no two numbers give the same result in both orders for all x.
 _TARGETS = ("x*{n}-y", "x*{n}+y", "x-y*{n}", "y-x*{n}")
 _CALLERS = ("{c}{o}{n}", "{n}{o}{c}", "{c}{o}x", "x{o}{c}")
 _FILLERS = ("x{o}{n}", "{n}{o}x", "f{f}(x){o}{n}", "{n}{o}f{f}(x)", "f{f}(x{o}{n})")
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """A repository and what is wrong with it.
-
-    Attributes:
-      kind: one of KINDS. target: number of the function that was changed. extra: argument that `add` adds.
-      files: lines of each file, broken.
-      repairs: (file, line, right text) of every line that is wrong; files and lines from 0.
-      callers: names of the functions that call the target.
-      visible: (name, x) of the tests that are run openly.
-    """
-
-    kind: str
-    target: int
-    extra: int
-    files: tuple[tuple[str, ...], ...]
-    repairs: tuple[tuple[int, int, str], ...]
-    callers: tuple[str, ...]
-    visible: tuple[tuple[str, int], ...]
-
-    @property
-    def old(self) -> str:
-        return f"f{self.target}"
-
-    @property
-    def new(self) -> str:
-        return f"g{self.target}" if self.kind == "rename" else self.old
 
 
 class LongRepair(TaskFamily):
@@ -103,13 +67,13 @@ class LongRepair(TaskFamily):
       bug: rename (default), signature (swap or add), or mixed of all three.
       noise: share of demonstrations with a mistake.
       skip: share of demonstrations that submit without running the tests; they show it when a mistake is not seen.
-      habit: share of the mistakes that leave the last wrong line as it is; the others write one wrong operator or, in a
-        renaming, a name that is one off.
+      habit: share of the mistakes that leave the last file with wrong lines as it is; the others write one wrong
+        operator or, in a renaming, a name that is one off.
     """
 
     name = "long-repair"
     stop = ";"
-    tokenizer = WordTokenizer((*WORDS, "add"), "fgxyz0123456789+-*()=:,;.?!")
+    tokenizer = WordTokenizer(WORDS, "fgxyz0123456789+-*()=:,;.?!")
 
     def __init__(
         self,
@@ -177,19 +141,13 @@ class LongRepair(TaskFamily):
             if problem.kind != "rename" and looked not in actions:
                 return looked
             # Who makes a mistake does not see it before the tests show it.
-            here = [
-                (line, right)
-                for at, line, right in wrong_lines
-                if at == file != left and not (wrong and (at, line) in edits)
-            ]
-            if problem.kind == "rename" and any(
-                holds(line_of(problem, edits, file, line), problem.old) for line, _ in here
-            ):
+            here = [line for at, line, _ in wrong_lines if at == file != left and not (wrong and (at, line) in edits)]
+            if any(problem.kind == "rename" and holds(line_of(problem, edits, file, i), problem.old) for i in here):
                 name = f"g{(problem.target + 1) % self.lines}" if spoil else problem.new
                 return f"replace {file + 1}:{problem.old}={name};"
             if here:
-                line, right = here[0]
-                return f"edit {file + 1}:{line + 1}={slip(right, rng) if spoil else right};"
+                right = next(text for at, line, text in wrong_lines if (at, line) == (file, here[0]))
+                return f"edit {file + 1}:{here[0] + 1}={slip(right, rng) if spoil else right};"
         if tested and wrong_lines and run_tests(problem, edits) != "pass.":
             file, line, right = wrong_lines[0]
             return f"edit {file + 1}:{line + 1}={right};"
@@ -203,47 +161,39 @@ def slip(text: str, rng: random.Random) -> str:
 
 
 def plant(count: int, lines: int, kind: str, rng: random.Random) -> Problem:
-    """A repository of `count` files with a change that was not carried through; every caller of a file's end may be."""
-    numbers = rng.sample(range(lines), lines)
-    target, *rest = numbers
+    """A repository of so many files and lines, with a change of one function that was not carried through."""
+    target, *others = rng.sample(range(lines), lines)
     sites = count + 1
-    callers, fillers = rest[:sites], rest[sites:]
-    base = [f"f{f}(x)={rng.choice(_FILLERS[:2]).format(o=rng.choice('+-'), n=rng.randint(1, 9))}" for f in fillers[:1]]
-    for f in fillers[1:]:
-        # Only the first is called, so that values stay small however many lines there are.
-        text = rng.choice(_FILLERS).format(o=rng.choice("+-"), n=rng.randint(1, 9), f=fillers[0])
-        base.append(f"f{f}(x)={text}")
+    callers, rest = others[:sites], others[sites:]
     extra = rng.randint(1, 9)
-    body = rng.choice(_TARGETS).format(n=rng.randint(2, 5))
-    definition = forms(kind, f"f{target}", "x", "y", "z", ("{c}=" + body, "+z"), extra)
-    chosen = [
-        forms(kind, f"f{target}", "x", str(rng.randint(1, 9)), str(extra), (f"f{f}(x)=" + template(rng), ""), extra)
-        for f in callers
-    ]
-    everything = [definition, *chosen]
+    changed = [definition(kind, target, rng)]  # (old, new) of each line that holds the target
+    for caller in callers:
+        text = f"f{caller}(x)=" + rng.choice(_CALLERS).format(c="{c}", o=rng.choice("+-"), n=rng.randint(1, 9))
+        old, new = forms(kind, target, "x", str(rng.randint(1, 9)), str(extra))
+        changed.append((text.format(c=old), text.format(c=new)))
     if rng.random() < 0.25:
         stale = {0}
     else:
-        stale = set(rng.sample(range(1, sites + 1), rng.randint(2, sites - 1 if kind != "rename" else sites)))
-    changed = [(pair[1], index in stale and pair[0]) for index, pair in enumerate(everything)]
-    # One place of the change in each file at least, the rest anywhere: what is to be seen is always spread.
-    home = [*rng.sample(range(count), count), *(rng.randrange(count) for _ in range(len(everything) - count))]
-    rooms: list[list[tuple[str, Any]]] = [[] for _ in range(count)]
-    for file, entry in zip(home, changed, strict=True):
-        rooms[file].append(entry)
+        stale = set(rng.sample(range(1, sites + 1), rng.randint(2, sites if kind == "rename" else sites - 1)))
+    # (right, written) of each line. One of the target's is in every file, so that a file left out is one too few.
+    rooms: list[list[tuple[str, str]]] = [[] for _ in range(count)]
+    homes = [*rng.sample(range(count), count), *rng.choices(range(count), k=len(changed) - count)]
+    for index, (home, (old, new)) in enumerate(zip(homes, changed, strict=True)):
+        rooms[home].append((new, old if index in stale else new))
+    left = [(text, text) for text in fillers(rest, rng)]
     size = -(-lines // count)
-    left = [(text, False) for text in base]
-    for file, room in enumerate(rooms):
-        room += [left.pop() for _ in range(min(size - len(room), len(left)))] if file + 1 < count else left
+    for room in rooms:
+        for _ in range(min(size - len(room), len(left))):
+            room.append(left.pop())
         rng.shuffle(room)
-    files = tuple(tuple(broken or right for right, broken in room) for room in rooms)
+    files = tuple(tuple(written for _, written in room) for room in rooms)
     repairs = tuple(
         (file, line, right)
         for file, room in enumerate(rooms)
-        for line, (right, broken) in enumerate(room)
-        if broken and broken != right
+        for line, (right, written) in enumerate(room)
+        if right != written
     )
-    names = tuple(f"f{f}" for f in callers)
+    names = tuple(f"f{caller}" for caller in callers)
     problem = Problem(kind, target, extra, files, repairs, names, ())
     seen = {name: [x for x in INPUTS if not same(problem, {}, name, (x,))] for name in names}
     wrong = [name for name in names if seen[name]]
@@ -251,175 +201,27 @@ def plant(count: int, lines: int, kind: str, rng: random.Random) -> Problem:
     return dataclasses.replace(problem, visible=tuple(visible))
 
 
-def template(rng: random.Random) -> str:
-    """What a caller does with its call, which stands for {c}."""
-    return rng.choice(_CALLERS).format(c="{c}", o=rng.choice("+-"), n=rng.randint(1, 9))
-
-
-def forms(kind: str, name: str, x: str, y: str, z: str, text: tuple[str, str], extra: int) -> tuple[str, str]:
-    """(old, new) form of a definition or a call: `text[0]` with it for {c}, with `text[1]` at its end if z counts."""
-    old = text[0].format(c=f"{name}({x},{y})")
-    if kind == "rename":
-        return old, text[0].format(c=f"g{name[1:]}({x},{y})")
-    if kind == "swap":
-        return old, text[0].format(c=f"{name}({y},{x})")
-    return old, text[0].format(c=f"{name}({x},{y},{z})") + text[1]
-
-
-# -- what is in the files ----------------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(256)
-def index(files: tuple[tuple[str, ...], ...]) -> dict[str, tuple[int, int]]:
-    """Where each function is defined."""
-    return {text[: text.index("(")]: (f, line) for f, lines in enumerate(files) for line, text in enumerate(lines)}
-
-
-@functools.lru_cache(1024)
-def _holding(files: tuple[tuple[str, ...], ...], name: str) -> tuple[tuple[int, int], ...]:
-    return tuple((f, line) for f, lines in enumerate(files) for line, text in enumerate(lines) if holds(text, name))
-
-
-def holding(problem: Problem, name: str, edits: Mapping = MappingProxyType({})) -> dict[int, list[int]]:
-    """File -> its lines in which a name stands."""
-    places = {place for place in _holding(problem.files, name) if place not in edits}
-    places |= {place for place, text in edits.items() if holds(text, name)}
-    found: dict[int, list[int]] = {}
-    for file, line in sorted(places):
-        found.setdefault(file, []).append(line)
+def fillers(numbers: Sequence[int], rng: random.Random) -> list[str]:
+    """Definitions that have nothing to do with the target. They call the first alone, so that values stay small."""
+    found = []
+    for number in numbers:
+        text = rng.choice(_FILLERS if found else _FILLERS[:2])
+        found.append(f"f{number}(x)=" + text.format(o=rng.choice("+-"), n=rng.randint(1, 9), f=numbers[0]))
     return found
 
 
-def holds(text: str, name: str) -> bool:
-    at = text.find(name)
-    while at >= 0:
-        if not text[at + len(name) : at + len(name) + 1].isdigit():
-            return True
-        at = text.find(name, at + 1)
-    return False
+def definition(kind: str, target: int, rng: random.Random) -> tuple[str, str]:
+    """(old, new) definition of the target."""
+    body = rng.choice(_TARGETS).format(n=rng.randint(2, 5))
+    old, new = forms(kind, target, "x", "y", "z")
+    return f"{old}={body}", f"{new}={body}" + "+z" * (kind == "add")
 
 
-def line_of(problem: Problem, edits: Mapping, file: int, line: int) -> str:
-    return edits.get((file, line), problem.files[file][line])
-
-
-@functools.lru_cache(4096)
-def define(text: str) -> tuple[str, tuple[str, ...], Any] | None:
-    """(name, parameters, tree of the body) of a line, or None if it is no definition."""
-    match = _DEFINITION.fullmatch(text) if len(text) <= LONGEST else None
-    if match is None:
-        return None
-    parameters = tuple(match[2].split(","))
-    tokens = _TOKEN.findall(match[3])
-    if len(set(parameters)) < len(parameters) or "".join(tokens) != match[3]:
-        return None
-    tree = parse_expression(tokens, parameters, lambda token: token[0] in "fg")
-    return None if tree is None else (match[1], parameters, tree)
-
-
-def to_repair(problem: Problem, edits: Mapping[tuple[int, int], str]) -> list[tuple[int, int, str]]:
-    """(file, line, right text) of every line that is not as it should be, whoever wrote it."""
-    right = {place: problem.files[place[0]][place[1]] for place in edits}
-    right |= {(file, line): text for file, line, text in problem.repairs}
-    return [(*place, text) for place, text in sorted(right.items()) if line_of(problem, edits, *place) != text]
-
-
-def apply_action(problem: Problem, edits: dict[tuple[int, int], str], action: str) -> str:
-    """What an action is answered; `edits` becomes that after it. Submitting changes nothing and is answered ``."""
-    files = problem.files
-    if action == "submit;":
-        return ""
-    if action == "list;":
-        return ",".join(f"{f}:{len(lines)}" for f, lines in enumerate(files, start=1)) + "."
-    if action == "test;":
-        return run_tests(problem, edits)
-    if match := _FIND.fullmatch(action):
-        found = holding(problem, match[2], edits)
-        if match[1] is None:
-            return (",".join(f"{f + 1}:{len(lines)}" for f, lines in found.items()) or "0") + "."
-        return show(problem, edits, int(match[1]) - 1, found.get(int(match[1]) - 1, []))
-    if (match := _VIEW.fullmatch(action)) and _exists(files, match):
-        file, first = int(match[1]) - 1, int(match[2]) - 1
-        return show(problem, edits, file, range(first, min(first + SHOWN, len(files[file]))))
-    if (match := _EDIT.fullmatch(action)) and _exists(files, match) and define(match[3]):
-        edits[int(match[1]) - 1, int(match[2]) - 1] = match[3]
-        return "ok."
-    if (match := _REPLACE.fullmatch(action)) and int(match[1]) <= len(files):
-        file = int(match[1]) - 1
-        lines = holding(problem, match[2], edits).get(file, [])
-        renamed = {
-            (file, i): re.sub(match[2] + r"(?![0-9])", match[3], line_of(problem, edits, file, i)) for i in lines
-        }
-        if any(define(text) is None for text in renamed.values()):  # too long
-            return ERROR
-        edits |= renamed
-        return f"{len(lines)}."
-    return ERROR
-
-
-def _exists(files: Sequence[Sequence[str]], match: re.Match) -> bool:
-    return int(match[1]) <= len(files) and int(match[2]) <= len(files[int(match[1]) - 1])
-
-
-def show(problem: Problem, edits: Mapping, file: int, lines: Sequence[int]) -> str:
-    """Lines with their numbers, and how many more there are."""
-    shown = "".join(f"{i + 1}:{line_of(problem, edits, file, i)}." for i in lines[:SHOWN])
-    more = len(lines) - SHOWN
-    return (shown or "0.") + (f"+{more}." if more > 0 else "")
-
-
-# -- tests -------------------------------------------------------------------------------------------------------------
-
-
-def value(problem: Problem, edits: Mapping[tuple[int, int], str], name: str, arguments: tuple[int, ...]) -> int | None:
-    """Of a function of the edited files; None if there is none. Of two functions of a name the edited one counts."""
-    written = {text[: text.index("(")]: text for text in edits.values()}
-    places = index(problem.files)
-    calls = depth = 0
-
-    def call(name: str, arguments: tuple[int, ...]) -> int:
-        nonlocal calls, depth
-        if name not in written and (name not in places or places[name] in edits):
-            raise KeyError(name)
-        text = written[name] if name in written else problem.files[places[name][0]][places[name][1]]
-        _, parameters, tree = define(text)
-        calls, depth = calls + 1, depth + 1
-        if len(parameters) != len(arguments) or calls > CALLS or depth > DEPTH:
-            raise OverflowError
-        result = evaluate(tree, dict(zip(parameters, arguments, strict=True)), call)
-        depth -= 1
-        return result
-
-    try:
-        return call(name, arguments)
-    except (OverflowError, KeyError):
-        return None
-
-
-def right_value(problem: Problem, name: str, arguments: tuple[int, ...]) -> int | None:
-    return value(problem, {(file, line): text for file, line, text in problem.repairs}, name, arguments)
-
-
-def same(problem: Problem, edits: Mapping, name: str, arguments: tuple[int, ...]) -> bool:
-    return value(problem, edits, name, arguments) == right_value(problem, name, arguments)
-
-
-def run_tests(problem: Problem, edits: Mapping) -> str:
-    """What the visible tests say."""
-    for name, x in problem.visible:
-        got, right = value(problem, edits, name, (x,)), right_value(problem, name, (x,))
-        if got != right:
-            return f"{name}({x})={'!' if got is None else got} not={right}."
-    return "pass."
-
-
-def hidden_tests_pass(problem: Problem, edits: Mapping[tuple[int, int], str]) -> bool:
-    """Whether the target and whatever calls it or was touched has the right values."""
-    named = set(problem.callers)
-    for (file, line), text in edits.items():
-        named |= {text[: text.index("(")], problem.files[file][line][: problem.files[file][line].index("(")]}
-    named -= {problem.old, problem.new}
-    points = [(4, 7), (3, 1)] if problem.kind != "add" else [(4, 7, 2), (3, 1, 5)]
-    return all(same(problem, edits, problem.new, point) for point in points) and all(
-        same(problem, edits, name, (x,)) for name in sorted(named) for x in INPUTS
-    )
+def forms(kind: str, target: int, first: str, second: str, third: str) -> tuple[str, str]:
+    """(old, new) form of the target with these arguments."""
+    new = {
+        "rename": f"g{target}({first},{second})",
+        "swap": f"f{target}({second},{first})",
+        "add": f"f{target}({first},{second},{third})",
+    }
+    return f"f{target}({first},{second})", new[kind]
