@@ -12,6 +12,8 @@ from sao_jax.data.protocols import TaskFamily
 from sao_jax.envs.arithmetic import Arithmetic
 from sao_jax.envs.calculator import Calculator
 from sao_jax.envs.contest import Contest
+from sao_jax.envs.dialogue import Dialogue
+from sao_jax.envs.long_repair import LongRepair
 from sao_jax.envs.mathword import MathWord
 from sao_jax.envs.repair import Repair
 
@@ -109,5 +111,7 @@ def _import(path: str) -> Any:
 register("arithmetic", Arithmetic)
 register("calculator", Calculator)
 register("contest", Contest)
+register("dialogue", Dialogue)
+register("long-repair", LongRepair)
 register("mathword", MathWord)
 register("repair", Repair)
