@@ -13,6 +13,7 @@ from sao_jax.envs.arithmetic import Arithmetic
 from sao_jax.envs.calculator import Calculator
 from sao_jax.envs.contest import Contest
 from sao_jax.envs.mathword import MathWord
+from sao_jax.envs.proof import Proof
 from sao_jax.envs.repair import Repair
 
 _FAMILIES: dict[str, Callable[..., TaskFamily]] = {}
@@ -110,4 +111,5 @@ register("arithmetic", Arithmetic)
 register("calculator", Calculator)
 register("contest", Contest)
 register("mathword", MathWord)
+register("proof", Proof)
 register("repair", Repair)
