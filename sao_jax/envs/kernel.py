@@ -3,8 +3,8 @@
 Two logics, each a function from a state and one step to the next state; it raises `Invalid` for all that is no valid
 step. States are values and never change. Terms and formulas are written in prefix form.
 
-**Rewriting.** Terms of arithmetic: `0`, `st` (the successor of t), `+tu`, `*tu`; a goal is an equation `=tu`. A state is a
-term with a focus. A step is a path from the focus, then one rule that is applied where the path ends:
+**Rewriting.** Terms are `0`, `st` (successor), `+tu` and `*tu`, the goal is an equation `=tu`. A state is a term with a
+focus. A step is a path from the focus, then one rule that is applied where the path ends:
 
     path   l, r   to the first, the second argument       z   +x0  -> x         o   *x0  -> 0
            u      to the term around the focus            a   +xsy -> s+xy      m   *xsy -> +*xyx
@@ -12,11 +12,11 @@ term with a focus. A step is a path from the focus, then one rule that is applie
            t      to the equation                         q   closes the goal =tt; no path before it
                                                           .   only moves the focus
 
-z, a, o and m are the axioms of addition and multiplication; c is a theorem of them. Each rule rewrites a term to an
-equal one, so a goal that q closes is a theorem.
+z, a, o and m are axioms of arithmetic, c is a theorem of them. Each rewrites a term to an equal one, so a goal that q
+closes is a theorem.
 
-**Propositions.** Formulas: atoms `A` to `F`, `0` (false), `&pq`, `|pq`, `>pq` (p implies q). A state is a stack of goals,
-each with hypotheses (the newest first); a step works on the first goal. The rules are those of intuitionistic sequents:
+**Propositions.** Formulas: atoms `A` to `F`, `0` (false), `&pq`, `|pq`, `>pq` (p implies q). A state is a stack of
+goals, each with hypotheses (the newest first); a step works on the first one, by a rule of intuitionistic sequents:
 
     i   H, p |- q  proves  H |- >pq          s   H |- p and H |- q  prove  H |- &pq
     l   H |- p     proves  H |- |pq          r   H |- q             proves  H |- |pq
@@ -56,9 +56,6 @@ def parse(text: str, arities: dict[str, int]) -> Term:
     return stack[0]
 
 
-# -- rewriting ---------------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rewriting:
     """`above`: None at the equation, else (the term around the focus, index of the focus in it, what is above)."""
@@ -95,7 +92,7 @@ def _moved(state: Rewriting, direction: str) -> Rewriting:
     match direction, state.focus:
         case ("t", _):
             return _top(state)
-        case ("u", _):
+        case ("u", _) if state.above is not None:
             return _up(state)
         case ("l", (_, _, *_)):
             return _down(state, 1)
@@ -113,8 +110,6 @@ def _down(state: Rewriting, index: int) -> Rewriting:
 
 
 def _up(state: Rewriting) -> Rewriting:
-    if state.above is None:
-        raise Invalid("u")
     around, index, above = state.above
     return Rewriting((*around[:index], state.focus, *around[index + 1 :]), above)
 
@@ -152,8 +147,6 @@ def _equal(one: Term, other: Term) -> bool:
         pairs.extend(zip(a[1:], b[1:], strict=True))
     return True
 
-
-# -- propositions ------------------------------------------------------------------------------------------------------
 
 Sequent = tuple[tuple[Term, ...], Term]  # hypotheses, the newest first; goal
 Goals = tuple[Sequent, ...]  # empty: proved

@@ -112,7 +112,7 @@ class Proof(SteppedFamily):
         )
         longest = self.lengths[-1][1]
         # In rewriting up to every third turn of the expert only moves the focus.
-        turns, tokens = (longest + longest // 2, 10) if kind == "rewrite" else (longest, 12)
+        turns, tokens = (longest + longest // 2, 10) if kind == "rewrite" else (longest, 14)
         self.max_turns = limit(turns)
         self.max_tokens = 28 + tokens * turns
 
@@ -148,7 +148,7 @@ class Proof(SteppedFamily):
         if own.random() < self.slip:
             return own.choice(self.stop)
         action = self.logic.advise(state.proof)
-        if confused and (action[-1] == due or due == "1" and action.isdigit()):
+        if confused and (action[-1] == due or (due == "1" and action.isdigit())):
             return action[:-1] + taken
         return action
 
