@@ -12,6 +12,7 @@ from sao_jax.data.protocols import TaskFamily
 from sao_jax.envs.arithmetic import Arithmetic
 from sao_jax.envs.calculator import Calculator
 from sao_jax.envs.contest import Contest
+from sao_jax.envs.coq import Coq
 from sao_jax.envs.grid import Grid
 from sao_jax.envs.mathword import MathWord
 from sao_jax.envs.proof import Proof
@@ -111,6 +112,7 @@ def _import(path: str) -> Any:
 register("arithmetic", Arithmetic)
 register("calculator", Calculator)
 register("contest", Contest)
+register("coq", Coq)
 register("grid", Grid)
 register("mathword", MathWord)
 register("proof", Proof)
