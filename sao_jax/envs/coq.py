@@ -46,10 +46,10 @@ _LARGE_NUMBER = re.compile("[0-9]{3}")  # written out in successors
 _PROMPT = re.compile(rb"<prompt>(\S+) < (\d+) \|[^|]*\| \d+ < </prompt>")
 _START_S, _STEP_S, _TACTIC_S = 60, 60, 10
 _MEMORY, _CPU_S, _MOST_OUTPUT = 4 << 30, 3600, 16 << 20
-_GOAL_TOKENS, _HYPOTHESES_TOKENS = 24, 32  # what is longer is cut
+_GOAL_TOKENS, _HYPOTHESES_TOKENS = 20, 24  # what is longer is cut
 
 # (statement, its proof). p, q, r are propositions, n, m, k and j numbers; k and j are drawn, {kj} is their sum.
-_LOGIC = (
+LOGIC = (
     ("p -> q -> p", "intros assumption"),
     ("p /\\ q -> q /\\ p", "intros destruct-H split assumption assumption"),
     ("p \\/ q -> q \\/ p", "intros destruct-H right assumption left assumption"),
@@ -70,7 +70,7 @@ _LOGIC = (
     ),
 )
 _INDUCTION = "induction-n reflexivity simpl rewrite-IHn reflexivity"
-_ARITHMETIC = (
+ARITHMETIC = (
     ("forall n : nat, n + 0 = n", _INDUCTION),
     ("forall n : nat, n * 1 = n", _INDUCTION),
     ("forall n : nat, n + {k} = {k} + n", _INDUCTION),
@@ -126,7 +126,7 @@ class Coq(TaskFamily):
         self.lengths = [(steps - steps // 5, steps)] if steps else [LEVELS[n] for n in levels]
         longest = self.lengths[-1][1]
         self.max_turns = limit(longest)
-        self.max_tokens = 40 + 24 * self.max_turns
+        self.max_tokens = 40 + 28 * longest + 4 * (self.max_turns - longest)
 
     def sample(self, rng: random.Random) -> Problem:
         low, high = rng.choice(self.lengths)
@@ -316,13 +316,15 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def _theorem(rng: random.Random) -> Problem:
-    """One statement with its proof."""
-    k, j = rng.randint(1, 5), rng.randint(1, 5)
-    if rng.random() < 0.5:
-        statement, script = rng.choice(_ARITHMETIC)
+    return instantiated(*rng.choice(ARITHMETIC if rng.random() < 0.5 else LOGIC), rng)
+
+
+def instantiated(statement: str, script: str, rng: random.Random) -> Problem:
+    """A statement of one of the tables with letters and numbers of its own, and its proof."""
+    if "nat" in statement:
+        k, j = rng.randint(1, 3), rng.randint(1, 3)
         statement = statement.format(k=k, j=j, kj=k + j)
     else:
-        statement, script = rng.choice(_LOGIC)
         letters = dict(zip("pqr", rng.sample("ABCDEF", 3), strict=True))
         used = sorted(letters[c] for c in "pqr" if c in statement)
         statement = f"forall {' '.join(used)} : Prop, {statement.translate(str.maketrans(letters))}"

@@ -11,7 +11,7 @@ import pytest
 from sao_jax.data.protocols import TURN_LIMIT, Outcome
 from sao_jax.envs import coq
 from sao_jax.envs.base import Instance, demonstration
-from sao_jax.envs.coq import MISSING, Coq, Coqtop, Problem, entries, is_tactic, joined
+from sao_jax.envs.coq import ARITHMETIC, LOGIC, MISSING, Coq, Coqtop, Problem, entries, instantiated, is_tactic, joined
 
 needs_coq = pytest.mark.skipif(shutil.which("coqtop") is None, reason=MISSING)
 COMMUTES = Problem(
@@ -139,30 +139,21 @@ def test_an_unfinished_proof_is_not_closed():
 
 
 @needs_coq
-@pytest.mark.parametrize("index", range(len(coq._LOGIC) + len(coq._ARITHMETIC)))
-def test_the_script_of_every_theorem_proves_it_and_assumption_alone_does_not_help(index, live):
-    class Fixed(random.Random):
-        """Draws the statement of this index."""
-
-        def random(self):
-            return 0.0 if index >= len(coq._LOGIC) else 0.9
-
-        def choice(self, seq):
-            return seq[index % len(coq._LOGIC)] if index < len(coq._LOGIC) else seq[index - len(coq._LOGIC)]
-
-    problem = coq._theorem(Fixed(index))
-    environment, prompt = live(problem)
+@pytest.mark.parametrize(("statement", "script"), LOGIC + ARITHMETIC)
+def test_the_script_of_every_theorem_proves_it_and_assumption_alone_does_not_help(statement, script, live):
+    problem = instantiated(statement, script, random.Random(0))
+    environment, prompt = live(problem, level=2)
     Coq.tokenizer.encode(prompt)
     for tactic in problem.script:
         if tactic.split()[0] in ("destruct", "apply", "rewrite"):
             assert environment.step("assumption.").observation == "!"
             break
-    environment, _ = live(problem)
+    environment, _ = live(problem, level=2)
     for tactic in problem.script:
         outcome = environment.step(tactic)
         Coq.tokenizer.encode(outcome.observation)
     assert outcome.reward == 1.0
-    assert 2 <= len(problem.script) <= 10
+    assert 2 <= len(problem.script) <= 11
 
 
 @needs_coq
