@@ -250,7 +250,7 @@ class Coqtop:
             ):
                 resource.prlimit(self._process.pid, what, (most, most))
         self._rest = b""
-        _, self._state = self._read(_START_S)
+        self._read(_START_S)
         for sentence in (*_PRELUDE, f"Theorem goal : {statement}."):
             if self._say(sentence) is None:
                 raise RuntimeError(f"coqtop refused {sentence[:200]!r}")
@@ -259,28 +259,26 @@ class Coqtop:
         """The first goal after a tactic, "" if none is left; None if the tactic is refused."""
         if self._say(f"Timeout {_TACTIC_S} {sentence}") is None:
             return None
-        shown, _ = self._ask("Show 1.")  # all goals would take longer to print than the step itself
+        shown = self._ask("Show 1.")  # all goals would take longer to print than the step itself
         return "" if "No such goal" in shown else shown
 
     def closed(self) -> bool:
         """Ends the proof: whether Qed is accepted and the theorem rests on no assumption."""
         if self._say("Qed.") is None:
             return False
-        shown, _ = self._ask("Print Assumptions goal.")
-        return "Closed under the global context" in shown
+        return "Closed under the global context" in self._ask("Print Assumptions goal.")
 
     def close(self) -> None:
         self._finalizer()
 
     def _say(self, sentence: str) -> str | None:
         """What is shown after a sentence that changes the state; None if it changed nothing."""
-        shown, state = self._ask(sentence)
-        if state == self._state:
-            return None
-        self._state = state
-        return shown
+        before = self._state
+        shown = self._ask(sentence)
+        return None if self._state == before else shown
 
-    def _ask(self, sentence: str) -> tuple[str, int]:
+    def _ask(self, sentence: str) -> str:
+        """What is shown after a sentence. Questions too lead to a new state."""
         try:
             self._process.stdin.write(sentence.encode() + b"\n")
             self._process.stdin.flush()
@@ -288,8 +286,8 @@ class Coqtop:
             raise RuntimeError(f"coqtop is gone: {error}") from error
         return self._read(_STEP_S)
 
-    def _read(self, seconds: float) -> tuple[str, int]:
-        """(text up to the next prompt, the number of the state that the prompt names)."""
+    def _read(self, seconds: float) -> str:
+        """Text up to the next prompt, which names the number of the state."""
         deadline = time.monotonic() + seconds
         while (match := _PROMPT.search(self._rest)) is None:
             left = deadline - time.monotonic()
@@ -305,7 +303,8 @@ class Coqtop:
                 self._rest += data
         shown = self._rest[: match.start()].decode(errors="replace")
         self._rest = self._rest[match.end() :]
-        return shown, int(match[2])
+        self._state = int(match[2])
+        return shown
 
 
 def _end(process: subprocess.Popen) -> None:

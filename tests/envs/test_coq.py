@@ -62,6 +62,7 @@ def test_a_refused_tactic_costs_a_turn_and_changes_nothing(live):
     for tactic in ("left.", "destruct H.", "assumption.", "apply addzero.", "intros"):
         assert environment.step(tactic) == Outcome("!", parts={"progress": 0.0})
     assert environment.step("intros.").observation == "H:A&B/B&A"
+    assert [environment.step("assumption.").observation for _ in range(2)] == ["!", "!"]
 
 
 CHEATS = [
