@@ -30,8 +30,8 @@ class RunConfig:
     """Flags of a training run. `None` means: decided by the preset, or not in use."""
 
     task: str = "calculator"
-    """Task family: calculator, arithmetic, mathword, contest, repair, long-repair, dialogue, package.module:Class or
-    file.py:Class, with options as NAME:key=value,..."""
+    """Task family: calculator, arithmetic, mathword, contest, repair, long-repair, dialogue, proof, coq, grid,
+    package.module:Class or file.py:Class, with options as NAME:key=value,..."""
     preset: Literal["seed", "paper", "grpo"] = "seed"
     """seed: band (0.1, 10) by clipping and KL smoothing; paper: mask by offsets, no KL term; grpo: groups of 8."""
     seed: int = 0
