@@ -106,7 +106,7 @@ def _count(layout: str) -> int:
 
 
 class Step:
-    """One gradient of a policy loss, by a tiny decoder, on rows of `length` tokens of which the last `trained` count."""
+    """One gradient of a policy loss, by a tiny decoder, on rows of `length` tokens whose last `trained` count."""
 
     def __init__(self, rows: int, length: int, trained: int):
         import jax

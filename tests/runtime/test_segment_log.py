@@ -191,7 +191,7 @@ def test_a_ledger_of_the_former_format_is_read_and_gone_on_with(tmp_path):
 
 
 def test_segments_are_found_without_a_look_at_all_events(run):
-    ledger, store, make = run
+    ledger, _, make = run
     log = make()
     log.begin(0, 0)
     Attempt(log).steps(2).seam()
