@@ -13,7 +13,7 @@ from sao_jax.report.tokens import trajectory_html
 from sao_jax.runtime.checkpoints import Checkpoints
 from sao_jax.runtime.collector import DeadGroupsError
 from sao_jax.runtime.config import RunConfig
-from sao_jax.runtime.inspect import read_trajectories
+from sao_jax.runtime.inspect import open_segments, read_trajectories
 from sao_jax.runtime.train import train
 
 BASE = dict(
@@ -460,6 +460,11 @@ def test_an_attempt_goes_on_from_its_last_stored_segment(tmp_path, monkeypatch):
                 ours = getattr(whole, name)[part.first_token : part.end_token]
                 np.testing.assert_array_equal(ours, getattr(part, name))
     assert resumed > 0
+    # Each token is stored once: every step is a segment, whichever attempt it is of.
+    for rollout, whole in record.trajectories.items():
+        reader = open_segments(tmp_path, rollout)
+        assert [s.index for s in reader] == list(range(whole.num_steps))
+        np.testing.assert_array_equal(reader.columns(0, whole.length)["tokens"], whole.tokens)
 
 
 def test_an_attempt_that_cannot_be_restored_starts_over(tmp_path, monkeypatch):
