@@ -132,6 +132,42 @@ def test_rewards_of_one_token_are_rounded_once():
     assert builder.build("terminated").rewards[1] == np.float32(sum([0.1] * 1000))
 
 
+@hypothesis.given(st.integers(0, 2**32 - 1))
+@hypothesis.settings(max_examples=20)
+def test_a_long_trajectory_is_what_plain_lists_hold(seed):
+    """Lengths from 1 to 300 cross the arrays it grows by; rewards fall on both sides of them."""
+    rng, steps, at_seams, seams = np.random.default_rng(seed), -1, [], []
+    builder = TrajectoryBuilder([7])
+    tokens, mask, logp, rewards, step_ids, last = [7], [False], [0.0], [0.0], [0], -1
+    for _ in range(12):
+        n, m = (int(x) for x in rng.integers(1, 300, 2))
+        steps += 1
+        action, observed, p = rng.integers(0, 99, n), rng.integers(0, 99, m), -rng.random(n)
+        builder.add_action(action, p, [0] * n)
+        builder.end_action()
+        tokens += [*action.tolist(), *observed.tolist()]
+        mask += [True] * n + [False] * m
+        logp += [*p.tolist(), *[0.0] * m]
+        rewards += [0.0] * (n + m)
+        step_ids += [steps] * (n + m)
+        last = len(tokens) - m - 1
+        builder.add_reward(0.1)
+        builder.add_observation(observed)
+        builder.add_reward(0.2)
+        rewards[last] += 0.1
+        rewards[last] += 0.2
+        if rng.random() < 0.5:
+            seams.append(new_segment(builder, steps_per_segment=1))
+            at_seams.append(len(tokens))
+    t = builder.build("terminated")
+    for name, expected in dict(tokens=tokens, action_mask=mask, rewards=rewards, step_ids=step_ids).items():
+        np.testing.assert_array_equal(getattr(t, name), np.array(expected, COLUMNS[name]))
+    np.testing.assert_array_equal(t.rollout_logp, np.float32(logp))
+    assert [s.end_token for s in seams] == at_seams
+    assert builder.num_action_tokens == sum(mask)
+    np.testing.assert_array_equal(builder.tokens, t.tokens)
+
+
 def test_growing_moves_no_token_and_takes_what_the_columns_take():
     builder = TrajectoryBuilder(range(10))
     for _ in range(3000):
