@@ -13,9 +13,10 @@ import pytest
 
 from sao_jax.data.protocols import Outcome
 from sao_jax.data.rows import make_row, stack_rows
-from sao_jax.data.storage import Location, TrajectoryStore
+from sao_jax.data.segments import read_trajectory
+from sao_jax.data.storage import TrajectoryStore
 from sao_jax.data.tokenizers import CharTokenizer
-from sao_jax.data.trajectory import Trajectory, TrajectoryBuilder, load_trajectory
+from sao_jax.data.trajectory import Trajectory, TrajectoryBuilder
 from sao_jax.envs import registry
 from sao_jax.envs.base import Environment, TaskFamily
 from sao_jax.learner import sharding
@@ -273,7 +274,7 @@ class Record:
             self.dropped = ledger.dropped_by()
             self.missing = ledger.running()
         with TrajectoryStore(folder / "trajectories") as store:
-            self.trajectories = {r.id: load_trajectory(store.read(Location(**r.location))) for r in self.rollouts}
+            self.trajectories = {r.id: read_trajectory(store, r.location) for r in self.rollouts}
         self.lines = read_metrics(folder / "metrics.jsonl")
 
     def of_kind(self, kind):

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 
 from sao_jax.data.protocols import Split, TaskFamily
+from sao_jax.data.segments import Segment
 from sao_jax.data.trajectory import NoActionError, Trajectory
 from sao_jax.rollout.clock import Clock
 from sao_jax.rollout.engine import Engine, Request
@@ -41,7 +42,8 @@ class Agents:
 
     Attributes:
       running: attempts under way.
-      seam: called with a snapshot of an attempt under way whenever `seam_turns` further actions have been answered.
+      seam: called with the newest segment of an attempt under way whenever `seam_turns` further actions have been
+        answered, before anything of the next segment is sampled.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Agents:
         clock = clock or Clock()
         self.engine, self.family = engine, family
         self._context, self._limit_bootstrap = context, limit_bootstrap
-        self.seam: Callable[[Trajectory], None] | None = None
+        self.seam: Callable[[Segment], None] | None = None
         self._seam_turns = seam_turns
         self._episodes: dict[int, Episode] = {}
         self._seated: dict[int, None] = {}  # rollouts that have a slot
@@ -213,7 +215,7 @@ class Agents:
             self._seated[episode.rollout] = None
         else:
             if self.seam is not None and episode.turns % self._seam_turns == 0:
-                self.seam(episode.snapshot())
+                self.seam(episode.segment(self._seam_turns))
             self.engine.extend(episode.rollout, answer.tokens, answer.max_new)
 
     def _leave(self, episode: Episode) -> None:

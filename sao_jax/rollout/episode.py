@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sao_jax.data.protocols import LIMIT_REASONS, TOKEN_BUDGET, Instance, Outcome, TaskFamily
+from sao_jax.data.segments import Segment, new_segment
 from sao_jax.data.trajectory import NoActionError, Trajectory, TrajectoryBuilder
 
 _DONE = ("", "stop", "length")
@@ -173,13 +174,19 @@ class Episode:
         self._close("aborted", reason)
 
     def snapshot(self) -> Trajectory:
-        """The trajectory so far, to be stored at a seam and given to `resume` after a failure.
+        """The trajectory so far, as it is given to `resume` after a failure.
 
         Taken between an answer and the next action, so that the environment can be restored to the same point.
         """
         if self._pieces or self._action is not None:
             raise RuntimeError("a snapshot is taken between actions, not within one")
         return self._builder.build("truncated", "snapshot", self._timings())
+
+    def segment(self, steps_per_segment: int) -> Segment:
+        """What came since the last segment, or since the snapshot that was resumed; asked when `snapshot` may be."""
+        if self._pieces or self._action is not None:
+            raise RuntimeError("a segment ends between actions, not within one")
+        return new_segment(self._builder, steps_per_segment=steps_per_segment, timings=self._timings())
 
     def finish(self) -> Trajectory:
         """The finished trajectory. Raises NoActionError if nothing was sampled, also when there is no prompt."""

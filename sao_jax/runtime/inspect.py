@@ -8,14 +8,27 @@ import jax.numpy as jnp
 import numpy as np
 
 from sao_jax.data.rows import make_row, stack_rows
-from sao_jax.data.storage import Location, TrajectoryStore
-from sao_jax.data.trajectory import load_trajectory
+from sao_jax.data.segments import SegmentReader, locations_of, read_trajectory
+from sao_jax.data.storage import TrajectoryStore
 from sao_jax.learner import window
 from sao_jax.models.critic import critic_outputs
 from sao_jax.objectives.weights import finite_ratio
 from sao_jax.runtime.devices import data_mesh
 from sao_jax.runtime.ledger import Ledger
 from sao_jax.runtime.run import family_and_context, make_learner, read_config, restored_state
+
+
+def open_segments(folder: pathlib.Path | str, rollout: int) -> SegmentReader:
+    """A rollout's stored segments, one at a time and in place: of one that has ended, or of what there is of another.
+
+    Raises ValueError if nothing of it is stored.
+    """
+    folder = pathlib.Path(folder)
+    with Ledger(folder / "ledger.sqlite", read_only=True) as ledger:
+        location = ledger.rollout(rollout).location or ledger.segments(rollout)
+    if not location:
+        raise ValueError(f"nothing of rollout {rollout} is stored: its first segment is not complete")
+    return SegmentReader(TrajectoryStore(folder / "trajectories"), locations_of(location))
 
 
 def read_trajectories(folder: pathlib.Path | str, count: int = 8) -> list[dict[str, Any]]:
@@ -32,7 +45,7 @@ def read_trajectories(folder: pathlib.Path | str, count: int = 8) -> list[dict[s
     with Ledger(folder / "ledger.sqlite", read_only=True) as ledger, TrajectoryStore(folder / "trajectories") as store:
         stored = [r for r in ledger.stored() if r.state == "trained"][-count:]
         given = {e.payload["rollout"]: e.payload["advantage"] for e in ledger.events(kinds=("arrive",))}
-        trajectories = [load_trajectory(store.read(Location(**r.location))) for r in stored]
+        trajectories = [read_trajectory(store, r.location) for r in stored]
     if not trajectories:
         return []
     state, _ = restored_state(folder, learner)

@@ -12,8 +12,9 @@ from collections.abc import Callable
 import jax
 
 from sao_jax.data.protocols import TaskFamily, Tokenizer
+from sao_jax.data.segments import read_trajectory
 from sao_jax.data.storage import Location, TrajectoryStore
-from sao_jax.data.trajectory import Trajectory, load_trajectory
+from sao_jax.data.trajectory import Trajectory
 from sao_jax.envs.registry import make_family
 from sao_jax.learner.layout import Layout
 from sao_jax.learner.learner import Learner
@@ -77,7 +78,7 @@ class Run:
 
     def trajectory(self, rollout: int) -> Trajectory:
         """A finished rollout's trajectory, from disk."""
-        return load_trajectory(self.store.read(Location(**self.ledger.rollout(rollout).location)))
+        return read_trajectory(self.store, self.ledger.rollout(rollout).location)
 
     def close(self) -> None:
         for part in (self.checkpoints, self.log, self.store, self.ledger, self.trace):

@@ -209,8 +209,8 @@ class Stages:
 
     def _rows_of(self, folder: pathlib.Path) -> list[dict[str, np.ndarray]]:
         """Training rows from the trajectories of another run."""
-        from sao_jax.data.storage import Location, TrajectoryStore
-        from sao_jax.data.trajectory import load_trajectory
+        from sao_jax.data.segments import read_trajectory
+        from sao_jax.data.storage import TrajectoryStore
         from sao_jax.runtime.ledger import Ledger
 
         if not (folder / "ledger.sqlite").exists():
@@ -220,7 +220,7 @@ class Stages:
             TrajectoryStore(folder / "trajectories") as store,
         ):
             done = ledger.stored()
-            rows = [self.loop.row(load_trajectory(store.read(Location(**r.location)))) for r in done]
+            rows = [self.loop.row(read_trajectory(store, r.location)) for r in done]
         if not rows:
             raise ValueError(f"--preheat-from {folder} holds no finished trajectory")
         return rows
