@@ -52,6 +52,8 @@ class Trajectory:
       reason: what ended it, for people.
       rollout, attempt, task, group, sample, seed: which attempt this is.
       temperature, top_p, top_k: how the actions were sampled; rollout_logp is at this temperature.
+      sampler: what chose among actions that the policy drew; "" where the policy alone did. What was chosen is not
+        distributed as rollout_logp says, so such a trajectory is not trained.
       reward_parts: totals by name. timings: seconds by name.
     """
 
@@ -72,8 +74,14 @@ class Trajectory:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    sampler: str = ""
     reward_parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
     timings: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def trainable(self) -> bool:
+        """Whether its log-probabilities are those of the distribution that its actions came from."""
+        return not self.sampler
 
     @property
     def length(self) -> int:
@@ -187,9 +195,10 @@ class TrajectoryBuilder:
         temperature: float = 1.0,
         top_p: float = 1.0,
         top_k: int = 0,
+        sampler: str = "",
     ):
         self._scalars = dict(rollout=rollout, attempt=attempt, task=task, group=group, sample=sample, seed=seed)
-        self._scalars.update(temperature=temperature, top_p=top_p, top_k=top_k)
+        self._scalars.update(temperature=temperature, top_p=top_p, top_k=top_k, sampler=sampler)
         self._columns: dict[str, list] = {name: [] for name in _ARRAYS}
         self._parts: dict[str, float] = {}
         self._step = 0
@@ -206,7 +215,7 @@ class TrajectoryBuilder:
 
         `labels` replace those of the snapshot, such as the attempt.
         """
-        names = ("rollout", "attempt", "task", "group", "sample", "seed", "temperature", "top_p", "top_k")
+        names = ("rollout", "attempt", "task", "group", "sample", "seed", "temperature", "top_p", "top_k", "sampler")
         builder = cls(t.tokens[:1], **{name: getattr(t, name) for name in names} | labels)
         builder._columns = {name: getattr(t, name).tolist() for name in _ARRAYS}
         builder._parts = dict(t.reward_parts)
@@ -290,6 +299,8 @@ def save_trajectory(t: Trajectory) -> bytes:
     """Safetensors bytes: arrays as tensors, the rest as JSON in the metadata. Equal input, equal bytes."""
     scalars = {f.name: getattr(t, f.name) for f in dataclasses.fields(t) if f.name not in _ARRAYS}
     scalars |= {name: dict(scalars[name]) for name in ("reward_parts", "timings")}
+    if not t.sampler:
+        del scalars["sampler"]  # as in records written before there was one
     text = json.dumps(scalars, sort_keys=True)
     arrays = {name: np.ascontiguousarray(getattr(t, name)) for name in _ARRAYS}
     return safetensors.numpy.save(arrays, metadata={_METADATA_KEY: text})
