@@ -76,20 +76,16 @@ class _Candidate:
     def end(self) -> str | None:
         return self.episode.end if self.episode is not None else None
 
-    def valued(self, single_stop: bool) -> np.ndarray:
+    def valued(self) -> np.ndarray:
         """The prefix whose value ranks it."""
         answered = self.shown and self.end is None
-        return self.tokens if answered else valued_prefix(self.tokens, self.action, single_stop)
+        return self.tokens if answered else valued_prefix(self.tokens, self.action)
 
 
-def valued_prefix(tokens: np.ndarray, action: Drawn, single_stop: bool) -> np.ndarray:
-    """Where an action at the end of `tokens` is valued: where its last token was chosen if that is the one stop token
-    there is, which says nothing by itself; else after it.
-
-    An action that is the stop token alone is valued after it too: nothing of it would be seen before.
-    """
-    stopped = action.done == "stop" and single_stop and len(action.tokens) > 1
-    return tokens[:-1] if stopped else tokens
+def valued_prefix(tokens: np.ndarray, action: Drawn) -> np.ndarray:
+    """Where an action at the end of `tokens` is valued: where its stop token was chosen, if it ended with one; else
+    after it. So is an action that is a stop token alone, as nothing of it would be seen before."""
+    return tokens[:-1] if action.done == "stop" and len(action.tokens) > 1 else tokens
 
 
 def guided_attempt(family: TaskFamily, instance: Instance, search: Search, **labels) -> Attempt:
@@ -105,7 +101,6 @@ def guided_attempt(family: TaskFamily, instance: Instance, search: Search, **lab
     (prompt,) = yield Ask([(root, root.begin)])
     if prompt is None:
         return Failure(root.rollout, root.attempt, root.reason)
-    single_stop = len(family.stop) == 1
     branching = search.beam > 1 or search.granularity > 1 or search.after == "observation"
     going: list[Episode] = [root]
     ended: list[tuple[float, Episode]] = []
@@ -126,7 +121,7 @@ def guided_attempt(family: TaskFamily, instance: Instance, search: Search, **lab
             if step + 1 < search.granularity or search.after == "observation":
                 yield from _show([c for _, c in live], taken, new)
         candidates = [c for c in _distinct(candidates) if c.end != "aborted"]
-        values = yield Judge([c.valued(single_stop) for c in candidates])
+        values = yield Judge([c.valued() for c in candidates])
         ranked = sorted([*ended, *zip(values.tolist(), candidates, strict=True)], key=lambda pair: -pair[0])
         going, ended = [], []
         for value, item in ranked:

@@ -21,8 +21,8 @@ from sao_jax.rollout.agents import Failure
 from sao_jax.rollout.budget import Budget, Cut, FixedBudget
 from sao_jax.rollout.budgeted import Budgeted, budgeted_attempt
 from sao_jax.rollout.engine import Engine
-from sao_jax.rollout.guided import Search, guided_attempt
-from sao_jax.rollout.lanes import Played, play
+from sao_jax.rollout.guided import Search, guided_attempt, valued_prefix
+from sao_jax.rollout.lanes import Drawn, Played, play
 from sao_jax.rollout.values import PrefixValues
 from sao_jax.runtime.config import RunConfig
 from sao_jax.runtime.devices import data_mesh
@@ -47,6 +47,10 @@ class Guide:
     check: Callable[[], None] = _nothing
     report: Callable[[int], None] = _nothing
     _next_id: int = FIRST_ID
+
+    @property
+    def stop_ids(self) -> set[int]:
+        return {self.family.tokenizer.encode(character)[0] for character in self.family.stop}
 
     def run(self, tasks: Sequence[int], make: Callable, *, width: int = 1, **labels) -> list[Played]:
         """One attempt at each held-out instance; `make(family, instance, **labels of the episode)` makes it.
@@ -118,9 +122,8 @@ def guided_evaluation(guide: Guide, count: int, search: Search) -> Comparison:
         tasks = range(count if not rounds else min(count, max(1, round(left / max(cost, 1.0)))))
         rounds.append(guide.run(tasks, plain_attempt))
     by_task = [[r[task] for r in rounds if task < len(r)] for task in range(count)]
-    single_stop = len(guide.family.stop) == 1
     made = [p.result.outcome for p in itertools.chain(*by_task)]
-    values = iter(guide.values([ending(t, single_stop) for t in made if isinstance(t, Trajectory)]).tolist())
+    values = iter(guide.values([ending(t, guide.stop_ids) for t in made if isinstance(t, Trajectory)]).tolist())
     ranked = any_of = 0
     shares = []
     for attempts in by_task:
@@ -150,12 +153,12 @@ def plain_attempt(*args, **labels):
     return budgeted_attempt(*args, FixedBudget(), **labels)
 
 
-def ending(t: Trajectory, single_stop: bool) -> np.ndarray:
-    """The prefix whose value ranks a whole attempt: see `guided.valued_prefix`."""
-    actions = np.flatnonzero(t.action_mask)
-    last = int(actions[-1])
-    alone = int(np.count_nonzero(t.action_mask & (t.step_ids == t.step_ids[last]))) == 1
-    return t.tokens[: last + (0 if single_stop and not alone else 1)]
+def ending(t: Trajectory, stop_ids: set[int]) -> np.ndarray:
+    """The prefix whose value ranks a whole attempt: that of its last action, see `guided.valued_prefix`."""
+    last = int(np.flatnonzero(t.action_mask)[-1])
+    action = t.tokens[t.action_mask & (t.step_ids == t.step_ids[last])]
+    done = "stop" if int(action[-1]) in stop_ids else "length"
+    return valued_prefix(t.tokens[: last + 1], Drawn(action, action, action, done))
 
 
 def budget_evaluation(guide: Guide, count: int, budget: Budget, fixed: FixedBudget) -> Comparison:

@@ -2,79 +2,12 @@
 
 import numpy as np
 import pytest
+from scripted_attempts import Letters, Writer
 
-from sao_jax.data.protocols import Outcome
-from sao_jax.data.tokenizers import CharTokenizer
 from sao_jax.data.trajectory import Trajectory
-from sao_jax.envs.base import TaskFamily
 from sao_jax.rollout.agents import Failure
-from sao_jax.rollout.engine import Piece
 from sao_jax.rollout.guided import Search, guided_attempt, valued_prefix
 from sao_jax.rollout.lanes import Drawn, play
-
-
-class Letters(TaskFamily):
-    """`?` asks for `turns` letters, each ended by `;` and answered by `-`. An `x` raises. `seen`: actions shown."""
-
-    name, stop, max_tokens, fast = "letters", ";", 40, True
-    tokenizer = CharTokenizer("abcdx?-;")
-
-    def __init__(self, turns=2):
-        self.max_turns = turns
-        self.seen = []
-
-    def sample(self, rng):
-        return rng.getrandbits(40)
-
-    def prompt(self, problem):
-        return "?"
-
-    def respond(self, problem, actions):
-        self.seen.append("".join(actions))
-        if "x" in actions[-1]:
-            raise RuntimeError("no x")
-        if len(actions) < self.max_turns:
-            return Outcome(observation="-")
-        return Outcome(end="terminated", reason="answer", reward=float(actions[-1] == "d;"))
-
-
-class Writer:
-    """An engine that writes what `text(lane, prefix as text)` says."""
-
-    def __init__(self, family, text, slots=8):
-        self.family, self.text, self.slots, self.rows, self.todo, self.pieces = family, text, slots, {}, [], []
-
-    def _write(self, rollout):
-        ids = self.family.tokenizer.encode(self.text(rollout, self.family.tokenizer.decode(self.rows[rollout])))
-        self.rows[rollout] += ids
-        n = len(ids)
-        self.pieces.append(Piece(rollout, np.array(ids), np.full(n, -0.5), np.zeros(n, np.int32), "stop"))
-
-    def submit(self, request):
-        assert request.rollout not in self.rows
-        self.rows[request.rollout] = list(request.tokens)
-        self.todo.append(request.rollout)
-
-    def truncate(self, rollout, length):
-        assert length < len(self.rows[rollout])
-        del self.rows[rollout][length:]
-
-    def extend(self, rollout, tokens, max_new, attempt):
-        self.rows[rollout] += list(tokens)
-        self.todo.append(rollout)
-
-    def release(self, rollout):
-        del self.rows[rollout]
-
-    def dispatch(self):
-        todo, self.todo = self.todo, []
-        for rollout in todo:
-            self._write(rollout)
-        return bool(todo)
-
-    def collect(self):
-        pieces, self.pieces = self.pieces, []
-        return pieces
 
 
 def search(family, write, worth, **options):
@@ -187,11 +120,10 @@ def test_a_search_without_choice_is_refused(options, name):
 
 
 @pytest.mark.parametrize(
-    ("action", "done", "single", "length"),
-    [([3, 5], "stop", True, 4), ([3, 5], "length", True, 5), ([5], "stop", True, 5), ([3, 5], "stop", False, 5)],
-    ids=["at the stop token", "cut off", "nothing but the stop token", "several stop tokens"],
+    ("action", "done", "length"),
+    [([3, 5], "stop", 4), ([3, 5], "length", 5), ([5], "stop", 5)],
+    ids=["at the stop token", "cut off", "nothing but the stop token"],
 )
-def test_where_an_action_is_valued(action, done, single, length):
-    tokens = np.arange(5)
+def test_where_an_action_is_valued(action, done, length):
     drawn = Drawn(np.array(action), np.zeros(len(action)), np.zeros(len(action), int), done)
-    assert len(valued_prefix(tokens, drawn, single)) == length
+    assert len(valued_prefix(np.arange(5), drawn)) == length

@@ -96,7 +96,7 @@ def test_values_of_prefixes_are_the_critics_outputs_at_their_ends(params):
     critic = init_critic(MODEL, params)
     critic["head"]["w"] = jax.random.normal(jax.random.key(1), critic["head"]["w"].shape)
     rng = np.random.default_rng(0)
-    prefixes = [rng.integers(0, 6, n).astype(np.int32) for n in (1, 40, 7, 3, 33)]
+    prefixes = [rng.integers(0, 6, n).astype(np.int32) for n in (40, 7, 40)]
     values = PrefixValues(MODEL, critic, context=64, rows=2)(prefixes)
     alone = [float(critic_outputs(MODEL, critic, p[None])[0, -1]) for p in prefixes]
     np.testing.assert_allclose(values, alone, atol=1e-5)
