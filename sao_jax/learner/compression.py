@@ -2,8 +2,8 @@
 
     loss = mean squared error / variance + balance + nats per action token + mean squared value error, weighted
 
-The model that reads the decoded vectors stays as it is while compressors learn. Rows are split over the devices of a mesh; each term is a sum
-over all devices divided by a count over all devices, so that the split changes nothing.
+The model that reads the decoded vectors stays as it is while compressors learn. Rows are split over the devices of a
+mesh; each term is a sum over all devices divided by a count over all devices, so that the split changes nothing.
 
 The three uses differ in what a batch holds and in what is read from it:
 

@@ -82,7 +82,7 @@ def forward(model: Decoder, tokens_BxT, segment: int, codec: CompressorConfig | 
 
 
 def _attend_segments(q, k, v, k_old, v_old, segment):
-    """Each segment to itself through k and v, to earlier ones through k_old and v_old; [segment, T] scores at a time."""
+    """Each segment to itself through k and v, to earlier ones through k_old and v_old; scores are [segment, T]."""
     B, T = q.shape[:2]
     count = -(-T // segment)
 

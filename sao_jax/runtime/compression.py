@@ -73,7 +73,8 @@ class CompressionConfig:
     seed: int = 0
     """Seed of instances, weights and batches."""
 
-    def __post_init__(self):
+    def check(self) -> None:
+        """Raises ValueError for values that are not allowed, or that would have no effect."""
         for name, allowed in (("compress", USES), ("kinds", KINDS)):
             chosen = self.named(name)
             if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= set(allowed):
@@ -357,6 +358,33 @@ def _lengthened(attempts: Attempts, length: int) -> Attempts:
     return Attempts(*(np.pad(getattr(attempts, f.name), more) for f in dataclasses.fields(attempts)))
 
 
+# -- what is stored of a finished segment ------------------------------------------------------------------------------
+
+
+def state_columns(codec: CompressorConfig, params: dict, states_TxD, kept_T: np.ndarray, segment: int) -> list[dict]:
+    """Per segment of one trajectory the columns {positions [M], latent [M, C], experts, gates} of its kept states.
+
+    `read_columns` gives the states back, as good as the compressor is.
+    """
+    pieces = []
+    for start in range(0, len(kept_T), segment):
+        positions = start + np.flatnonzero(kept_T[start : start + segment])
+        model = compressor.bind(codec, params)
+        code = model.compact(model.encode(jnp.asarray(states_TxD)[positions])[0])
+        columns = {name: np.asarray(part) for name, part in code._asdict().items()}
+        pieces.append({"positions": positions.astype(np.int32)} | columns)
+    return pieces
+
+
+def read_columns(codec: CompressorConfig, params: dict, columns: dict) -> tuple[np.ndarray, np.ndarray]:
+    """(positions [M], decoded states [M, D]) of what `state_columns` made of a segment."""
+    code = compressor.Code(*(jnp.asarray(columns[name]) for name in compressor.Code._fields))
+    return columns["positions"], np.asarray(compressor.bind(codec, params).decode(code))
+
+
+# -- all of it ---------------------------------------------------------------------------------------------------------
+
+
 def compare(
     config: CompressionConfig, report: Callable[[str], None] = lambda _: None, check: Callable[[], None] = lambda: None
 ) -> list[dict]:
@@ -364,6 +392,7 @@ def compare(
     and the means over held-out attempts: reconstruction (share of the variance lost), balance, nll (nats per action
     token), value (root mean squared error against returns); nll_change and value_change in % of the uncompressed.
     """
+    config.check()
     bench, records = Bench(config, report, check), []
     for use in config.named("compress"):
         vectors = bench.vectors(use)
@@ -375,7 +404,9 @@ def compare(
             found = bench.measure(use, kind, vectors)
             codec = config.codec(vectors[0].shape[1], kind)
             changes = {
-                f"{name}_change": 100 * (found[name] / exact[name] - 1) for name in ("nll", "value") if name in exact
+                f"{name}_change": 100 * (found[name] / (exact[name] or math.nan) - 1)
+                for name in ("nll", "value")
+                if name in exact
             }
             sizes = {
                 "bytes_per_token": bench.bytes_per_token(use, codec),
