@@ -14,6 +14,8 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from sao_jax.data.windows import carried
+
 ENDS = ("terminated", "truncated", "aborted")
 UNSAMPLED = -1  # weights version of a token that no policy sampled
 
@@ -53,6 +55,8 @@ class Trajectory:
       rollout, attempt, task, group, sample, seed: which attempt this is.
       temperature, top_p, top_k: how the actions were sampled; rollout_logp is at this temperature.
       reward_parts: totals by name. timings: seconds by name.
+      windows: (position, head, start) of every time the sampler's context was cut: from token `position` on it was
+        tokens[:head] + tokens[start:], see `windows`. Empty: the sampler saw everything.
     """
 
     tokens: np.ndarray
@@ -74,6 +78,7 @@ class Trajectory:
     top_k: int = 0
     reward_parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
     timings: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    windows: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def length(self) -> int:
@@ -143,6 +148,11 @@ def check_trajectory(t: Trajectory) -> Trajectory:
         raise ValueError(f"token {_first(t.tokens < 0)} is negative")
     if t.step_ids[0] != 0 or np.any((np.diff(t.step_ids) != 0) & (np.diff(t.step_ids) != 1)):
         raise ValueError("step_ids must start at 0 and grow by at most 1 from token to token")
+    before = 0
+    for position, head, start in t.windows:
+        if not (before < position <= T and 0 <= head <= start < position):
+            raise ValueError(f"window {(position, head, start)} is not one of {T} tokens, after token {before}")
+        before = position
     for what, numbers in (("reward part", t.reward_parts), ("timing", t.timings)):
         for name, value in numbers.items():
             if not math.isfinite(value):
@@ -192,10 +202,12 @@ class TrajectoryBuilder:
         self._scalars.update(temperature=temperature, top_p=top_p, top_k=top_k)
         self._columns: dict[str, list] = {name: [] for name in _ARRAYS}
         self._parts: dict[str, float] = {}
+        self._windows: list[tuple[int, int, int]] = []
         self._step = 0
         self._last_action = -1
         self._open = False
         prompt = _ids(prompt_tokens)
+        self._prompt = len(prompt)
         if len(prompt) == 0:
             raise ValueError("the prompt is empty; token 0 of a trajectory is never an action")
         self._append(prompt)
@@ -210,6 +222,8 @@ class TrajectoryBuilder:
         builder = cls(t.tokens[:1], **{name: getattr(t, name) for name in names} | labels)
         builder._columns = {name: getattr(t, name).tolist() for name in _ARRAYS}
         builder._parts = dict(t.reward_parts)
+        builder._windows = list(t.windows)
+        builder._prompt = int(np.flatnonzero(t.action_mask)[0])
         builder._step = t.num_steps - 1
         builder._last_action = int(np.flatnonzero(t.action_mask)[-1])
         return builder
@@ -224,8 +238,28 @@ class TrajectoryBuilder:
 
     @property
     def tokens(self) -> np.ndarray:
-        """int32 [T]: all tokens so far, what a sampler must hold to go on."""
+        """int32 [T]: all tokens so far."""
         return np.array(self._columns["tokens"], np.int32)
+
+    @property
+    def context(self) -> np.ndarray:
+        """int32 [N]: what a sampler must hold to go on: all tokens, or those of the newest window."""
+        _, head, start = self._window
+        tokens = self._columns["tokens"]
+        return np.array(tokens[:head] + tokens[start:], np.int32)
+
+    @property
+    def context_length(self) -> int:
+        _, head, start = self._window
+        return head + self.length - start
+
+    @property
+    def _window(self) -> tuple[int, int, int]:
+        return self._windows[-1] if self._windows else (0, 0, 0)
+
+    def open_window(self, size: int) -> None:
+        """The sampler goes on from here with a cut context, see `windows.carried`; within an action as well."""
+        self._windows.append((self.length, *carried(self._columns["step_ids"], self._prompt, size)))
 
     def add_action(self, tokens: Sequence[int], logp: Sequence[float], version: Sequence[int]) -> None:
         """A piece of an action as sampled; pieces join until `end_action` or an observation.
@@ -274,6 +308,7 @@ class TrajectoryBuilder:
         for array in arrays.values():
             array.flags.writeable = False
         extra = dict(end=end, reason=reason, reward_parts=dict(self._parts), timings=dict(timings or {}))
+        extra["windows"] = tuple(self._windows)
         return check_trajectory(Trajectory(**arrays, **self._scalars, **extra))
 
     def _append(self, tokens: np.ndarray, logp: np.ndarray | None = None, version: np.ndarray | None = None) -> None:
@@ -301,6 +336,7 @@ def load_trajectory(data: bytes) -> Trajectory:
         arrays = safetensors.numpy.load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         scalars = json.loads(header["__metadata__"][_METADATA_KEY])
+        scalars["windows"] = tuple(tuple(window) for window in scalars.get("windows", ()))
         t = Trajectory(**arrays, **scalars)
     except (
         safetensors.SafetensorError,
