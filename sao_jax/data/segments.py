@@ -31,6 +31,7 @@ _DTYPES = {"I32": np.int32, "F32": np.float32, "BOOL": np.bool_}
 _UNFINISHED = "truncated", "snapshot"  # end and reason of what is to be gone on from
 # What all segments of a trajectory have in common; the attempt may change where one failed and another went on.
 _LABELS = ("rollout", "task", "group", "sample", "seed", "temperature", "top_p", "top_k", "sampler")
+_UP_TO_HERE = ("reward_parts", "timings", "windows")  # what the newest segment knows of all before it as well
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,7 +46,8 @@ class Segment:
       end: how the trajectory ended, in its last segment; "" where it goes on. reason: what ended it.
       next_value: value of the first action token behind the segment, which closes its returns; None until a critic
         has been asked.
-      reward_parts, timings: those of the trajectory up to the end of the segment, as far as they were known then.
+      reward_parts, timings, windows: those of the trajectory up to the end of the segment, as far as they were known
+        then.
     """
 
     tokens: np.ndarray
@@ -73,6 +75,7 @@ class Segment:
     sampler: str = ""
     reward_parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
     timings: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    windows: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def length(self) -> int:
@@ -124,7 +127,9 @@ def new_segment(
     `forget`: the builder does not keep it, see `TrajectoryBuilder.take_segment`.
     """
     start, columns = builder.take_segment(forget=forget)
-    extra = dict(end=end, reason=reason, reward_parts=builder.reward_parts, timings=dict(timings or {}))
+    extra = dict(
+        end=end, reason=reason, reward_parts=builder.reward_parts, timings=dict(timings or {}), windows=builder.windows
+    )
     before = builder.num_action_tokens - int(np.count_nonzero(columns["action_mask"]))
     return _segment(columns, start, before, builder.step, steps_per_segment, builder.labels | extra)
 
@@ -136,7 +141,7 @@ def cut_segment(t: Trajectory, first_token: int, end_token: int, *, steps_per_se
     columns = {name: getattr(t, name)[first_token:end_token] for name in COLUMNS}
     labels = {name: getattr(t, name) for name in (*_LABELS, "attempt")}
     if end_token == t.length:
-        labels |= {name: getattr(t, name) for name in ("end", "reason", "reward_parts", "timings")}
+        labels |= {name: getattr(t, name) for name in ("end", "reason", *_UP_TO_HERE)}
     before = int(np.count_nonzero(t.action_mask[:first_token]))
     return _segment(columns, first_token, before, int(t.step_ids[-1]), steps_per_segment, labels)
 
@@ -163,7 +168,7 @@ def join_segments(segments: Sequence[Segment]) -> Trajectory:
     columns = {name: np.concatenate([getattr(s, name) for s in segments]) for name in COLUMNS}
     for array in columns.values():
         array.flags.writeable = False
-    labels = {name: getattr(newest, name) for name in (*_LABELS, "attempt", "reward_parts", "timings")}
+    labels = {name: getattr(newest, name) for name in (*_LABELS, "attempt", *_UP_TO_HERE)}
     end, reason = (newest.end, newest.reason) if newest.last else _UNFINISHED
     return check_trajectory(Trajectory(**columns, **labels, end=end, reason=reason))
 
@@ -190,6 +195,7 @@ def load_segment(data: bytes | np.ndarray) -> Segment:
         header = json.loads(bytes(data[8:head]))
         metadata = header["__metadata__"]
         scalars = json.loads(metadata[_METADATA_KEY] if _METADATA_KEY in metadata else metadata[_WHOLE_KEY])
+        scalars["windows"] = tuple(map(tuple, scalars.get("windows", ())))
         columns = {name: _view(data, head, header[name]) for name in COLUMNS}
         if _METADATA_KEY in metadata:
             return check_segment(Segment(**columns, **scalars))
