@@ -11,7 +11,7 @@ TASK = "mathword:level=4"
 LENGTHS = (1024, 4096, 16_384, 65_536)  # tokens of a trajectory; the figure is that of the third
 SEGMENT = 100
 BOUND = 2.0  # per cent that compression may cost in value error and in log-likelihood
-QUICK = dict(dim=64, heads=2, head_dim=32, mlp_dim=64, attempts=64, test_attempts=16)
+QUICK = dict(dim=64, heads=2, head_dim=32, mlp_dim=64, attempts=64, codec_attempts=64, test_attempts=16)
 QUICK |= dict(model_steps=20, codec_steps=5)
 
 

@@ -60,9 +60,11 @@ class CompressionConfig:
     """Width of a head."""
     mlp_dim: int = 512
     """Width of the MLP."""
-    attempts: int = 768
-    """Attempts of the expert to train on."""
-    test_attempts: int = 128
+    attempts: int = 1024
+    """Attempts to train on."""
+    codec_attempts: int = 256
+    """How many of them compressors and critics are trained on."""
+    test_attempts: int = 96
     """Attempts at held-out instances to score on."""
     model_steps: int = 150
     """Supervised steps of the model."""
@@ -72,8 +74,10 @@ class CompressionConfig:
     """Tokens of a step, at least one row per device."""
     lr: float = 1e-3
     """Learning rate of the model."""
-    codec_lr: float = 3e-4
-    """Learning rate of compressors and critics."""
+    codec_lr: float = 1e-4
+    """Learning rate of compressors."""
+    critic_lr: float = 1e-3
+    """Learning rate of critics that read a memory."""
     seed: int = 0
     """Seed of instances, weights and batches."""
 
@@ -131,10 +135,11 @@ class Bench:
             train = found.rows(slice(config.test_attempts, None))
         length = max(train.tokens.shape[1], test.tokens.shape[1])
         self.train, self.test = train.lengthened(length), test.lengthened(length)
+        self.codec_train = self.train.rows(slice(config.codec_attempts))
         self.rows = -(-max(1, config.batch_tokens // length) // self.mesh.size) * self.mesh.size
         fitted = self._fit_model(policy)
         self.params, self.value = fitted["model"], fitted["value"]
-        self.states = {"train": self._map(self._hidden, self.train), "test": self._map(self._hidden, self.test)}
+        self.states = self._of_splits(self._hidden)
         self.head = jax.jit(lambda params: bind(self.model, params).head())(self.params)
 
     # -- the model -----------------------------------------------------------------------------------------------------
@@ -146,7 +151,8 @@ class Bench:
         program = compression.step_program("kv", self.model, None, self.mesh, segment=self.train.tokens.shape[1])
 
         def fresh(key):
-            head = {"w": jnp.zeros((self.model.dim, 1)), "b": jnp.full((1,), self.train.returns[self.train.mask].mean())}
+            mean = self.train.returns[self.train.mask].mean()
+            head = {"w": jnp.zeros((self.model.dim, 1)), "b": jnp.full((1,), mean)}
             return compression.init({"value": head} | ({} if policy else {"model": init_params(self.model, key)}))
 
         frozen = jax.device_put({} if policy is None else {"model": policy}, self.everywhere)
@@ -155,14 +161,19 @@ class Bench:
         for step in range(c.model_steps):
             self.check()
             batch = place(self.batch("kv", "train", rng.integers(0, len(self.train.tokens), self.rows)), self.by_row)
-            lr = np.float32(supervised.cosine(step, c.model_steps, c.lr))
-            state, means = program(state, frozen, batch, weights, place(lr, self.everywhere))
+            rates = self._rates(step, c.model_steps, {name: c.lr for name in state["params"]})
+            state, means = program(state, frozen, batch, weights, rates)
             if (step + 1) % 25 == 0 or step + 1 == c.model_steps:
                 self.report(f"model: step {step + 1} of {c.model_steps}, {_line(means)}")
         return frozen | state["params"]
 
     def _weights(self):
         return jax.device_put({k: np.float32(v) for k, v in WEIGHTS.items()}, self.everywhere)
+
+    def _rates(self, step: int, total: int, peaks: dict[str, float]) -> dict:
+        warmup = max(1, min(20, total // 5))
+        rates = {name: np.float32(supervised.cosine(step, total, peak, warmup)) for name, peak in peaks.items()}
+        return place(rates, self.everywhere)
 
     def _map(self, function, attempts: Attempts) -> np.ndarray:
         """function(params, tokens) of all rows, a batch at a time, on the host."""
@@ -175,6 +186,9 @@ class Bench:
             out.append(np.asarray(program(self.params, place(part, self.by_row)))[: len(tokens)])
         return np.concatenate(out)
 
+    def _of_splits(self, function) -> dict[str, np.ndarray]:
+        return {name: self._map(function, getattr(self, name)) for name in ("codec_train", "test")}
+
     def _hidden(self, params, tokens):
         return bind(self.model, params)(tokens)
 
@@ -183,8 +197,8 @@ class Bench:
     @functools.cached_property
     def alone(self) -> dict[str, np.ndarray]:
         """States of segments read by themselves."""
-        read = lambda params, tokens: memory.segment_states(bind(self.model, params), tokens, self.config.segment)  # noqa: E731
-        return {"train": self._map(read, self.train), "test": self._map(read, self.test)}
+        segment = self.config.segment
+        return self._of_splits(lambda params, tokens: memory.segment_states(bind(self.model, params), tokens, segment))
 
     def kept(self, attempts: Attempts) -> np.ndarray:
         return np.asarray(memory.kept_positions(jnp.asarray(attempts.mask), self.config.segment)) & attempts.live
@@ -216,22 +230,18 @@ class Bench:
         if use == "kv":
             layers = self._kv_rows(rng)
         else:
-            states = (self.states if use == "states" else self.alone)["train"]
-            layers = [states[self.kept(self.train)]]
+            states = (self.states if use == "states" else self.alone)["codec_train"]
+            layers = [states[self.kept(self.codec_train)]]
         return [x[rng.permutation(len(x))[:SAMPLE]] for x in layers]
 
     def _kv_rows(self, rng) -> list[np.ndarray]:
-        codec = self.config.codec(self.model, memory.kv_width(self.model), "truncation")
-        untouched = [compressor.truncation_params(codec)] * self.model.num_layers
-        T = self.train.tokens.shape[1]
-
-        def read(params, tokens):  # a single segment: nothing that was decoded is read
-            _, seen = memory.forward(bind(self.model, params), tokens, T, codec, untouched)
-            return jnp.stack([kv.reshape(*tokens.shape, -1) for kv, *_ in seen], axis=1)
-
-        some = rng.permutation(len(self.train.tokens))[: max(self.rows, 2 * SAMPLE // T)]
-        found = self._map(read, self.train.rows(some))
-        return [found[:, layer][self.train.live[some]] for layer in range(self.model.num_layers)]
+        tokens, live = self.codec_train.tokens, self.codec_train.live
+        some = rng.permutation(len(tokens))[: max(self.rows, 2 * SAMPLE // tokens.shape[1])]
+        found = self._map(
+            lambda params, tokens: jnp.stack(memory.kv_rows(bind(self.model, params), tokens), axis=1),
+            self.codec_train.rows(some),
+        )
+        return [found[:, layer][live[some]] for layer in range(self.model.num_layers)]
 
     def start(self, use: str, kind: str, vectors: list[np.ndarray]) -> tuple[CompressorConfig, list[dict]]:
         codec = self.config.codec(self.model, vectors[0].shape[1], kind)
@@ -271,9 +281,12 @@ class Bench:
         weights = self._weights()
         for step in range(c.codec_steps):
             self.check()
-            batch = place(self.batch(use, "train", rng.integers(0, len(self.train.tokens), self.rows)), self.by_row)
-            lr = np.float32(supervised.cosine(step, c.codec_steps, c.codec_lr))
-            state, means = program(state, frozen, batch, weights, place(lr, self.everywhere))
+            batch = place(
+                self.batch(use, "codec_train", rng.integers(0, len(self.codec_train.tokens), self.rows)), self.by_row
+            )
+            peaks = {"codec": c.codec_lr, "readout": c.critic_lr}
+            rates = self._rates(step, c.codec_steps, {name: peaks[name] for name in state["params"]})
+            state, means = program(state, frozen, batch, weights, rates)
             if step == 0 or step + 1 == c.codec_steps:
                 self.report(f"{use}, {kind or 'uncompressed'}: step {step + 1} of {c.codec_steps}, {_line(means)}")
         return state
