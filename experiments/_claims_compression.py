@@ -11,7 +11,7 @@ TASK = "mathword:level=4"
 LENGTHS = (1024, 4096, 16_384, 65_536)  # tokens of a trajectory; the figure is that of the third
 SEGMENT = 100
 BOUND = 2.0  # per cent that compression may cost in value error and in log-likelihood
-QUICK = dict(dim=64, heads=2, head_dim=32, mlp_dim=64, width=16, attempts=64, test_attempts=16)
+QUICK = dict(dim=64, heads=2, head_dim=32, mlp_dim=64, attempts=64, codec_attempts=64, test_attempts=16)
 QUICK |= dict(model_steps=20, codec_steps=5)
 
 
@@ -44,7 +44,7 @@ def compression(asked: Request) -> Measured:
     configs = [CompressionConfig(task=TASK, seed=seed, **(QUICK if asked.quick else {})) for seed in seeds]
     config, runs = configs[0], [compare(c, check=asked.check) for c in configs]
     model = config.model(1)
-    codecs = {kind: config.codec(kv_width(model), kind) for kind in KINDS}
+    codecs = {kind: config.codec(model, kv_width(model), kind) for kind in KINDS}
     whole = {tokens: history_bytes(model, None, tokens) for tokens in LENGTHS}
     part = {kind: {t: history_bytes(model, codec, t) / whole[t] for t in LENGTHS} for kind, codec in codecs.items()}
     less = 100 * (1 - part["moe"][LENGTHS[2]])
@@ -54,7 +54,7 @@ def compression(asked: Request) -> Measured:
     notes[f"within {BOUND:g} %"] = {
         kind: all(within(notes[f"{use}, {kind}"]) for use in config.named("compress")) for kind in KINDS
     }
-    sizes = {"dim": config.dim, "layers": config.layers, "width": config.width, "experts": config.experts}
+    sizes = {"dim": config.dim, "layers": config.layers, "width": config.dim // 4, "experts": config.experts}
     sizes |= {"tokens": LENGTHS[2], "segment": SEGMENT, "task": config.task, "attempts": config.attempts}
     return Measured((less, math.nan, math.nan), 100 - less, 100.0, seeds, sizes, notes)
 

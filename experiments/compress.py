@@ -1,7 +1,8 @@
 """What it costs to compress the memory of finished segments: a mixture of experts against simpler projections.
 
 python -m experiments.compress --compress kv --task mathword:level=4      # the last line is JSON
-python -m experiments.compress --compress states,critic,kv --kinds moe,pca --width 64
+python -m experiments.compress --kinds moe,pca --width 64
+python -m experiments.compress --run runs/NAME                            # of a run's policy
 """
 
 import json
@@ -14,12 +15,17 @@ if not __package__:
 from experiments import _cli
 from sao_jax.runtime.devices import prepare_backend
 
+OF_A_MODEL = {"task", "dim", "layers", "heads", "head_dim", "mlp_dim"}
+
 
 def main(stop) -> None:
     prepare_backend()
     from sao_jax.runtime.compression import CompressionConfig, compare
 
     config = _cli.parse(CompressionConfig, __doc__.splitlines()[0])
+    if config.run is not None and (wrong := sorted(_cli.given() & OF_A_MODEL)):
+        names = ", ".join("--" + name.replace("_", "-") for name in wrong)
+        raise ValueError(f"{names}: no effect with --run, whose task and model are given")
     records = compare(config, lambda line: print(line, file=sys.stderr, flush=True), stop.check)
     show(records)
     print(json.dumps(records))

@@ -131,10 +131,11 @@ def step_program(
     segment: int = 1,
     train_codec: bool = True,
 ):
-    """(state, frozen, batch, weights, lr) -> (state, {term: mean before the step}); `state` is donated.
+    """(state, frozen, batch, weights, rates) -> (state, {term: mean before the step}); `state` is donated.
 
     The leading axis of every array in `batch` is split over the mesh's axis "data", and is a multiple of its size.
-    `weights` and `lr` are traced. With `train_codec` False only the other parameters (the critic's readout) move.
+    `weights` and `rates`, a learning rate by the name of each part of the parameters, are traced. With `train_codec`
+    False only the other parameters (the critic's readout) move.
 
     Raises ValueError for a use that is not in `USES`.
     """
@@ -156,14 +157,14 @@ def step_program(
 
     mapped = jax.shard_map(gradient, mesh=mesh, in_specs=(P(), P(), P("data"), P()), out_specs=P())
 
-    def call(state, frozen, batch, weights, lr):
+    def call(state, frozen, batch, weights, rates):
         grads, means = mapped(state["params"], frozen, batch, weights)
         grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, 1.0 / jnp.maximum(global_norm(grads), 1e-12)), grads)
         directions, opt = adam(0.9, 0.999, 1e-8).update(grads, state["opt"], state["params"])
 
         def move(path, p, d):
             fixed = not train_codec and path[0].key == "codec"
-            return p if fixed else p - lr * d
+            return p if fixed else p - rates[path[0].key] * d
 
         params = jax.tree_util.tree_map_with_path(move, state["params"], directions)
         return {"params": params, "opt": opt}, means

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from sao_jax.models import compressor
+from sao_jax.models.attention import attention
 from sao_jax.models.compressor import Code, CompressorConfig
 from sao_jax.models.config import ModelConfig
 from sao_jax.models.decoder import Decoder, rotary_angles, rotate
@@ -79,6 +80,19 @@ def forward(model: Decoder, tokens_BxT, segment: int, codec: CompressorConfig | 
         x = x + block.attn.merge(_attend_segments(q, k, v, k_old, v_old, segment))
         x = x + block.mlp(x)
     return model.final_norm(x), seen
+
+
+def kv_rows(model: Decoder, tokens_BxT) -> list[jax.Array]:
+    """What there is to compress when nothing is compressed yet: [B, T, F] of each layer."""
+    c = model.config
+    cos, sin = rotary_angles(jnp.arange(tokens_BxT.shape[1]), c.head_dim, c.rope_theta)
+    x, rows = model.embed_tokens(tokens_BxT), []
+    for block in model.layers:
+        q, k, v = block.attn.project(x, cos, sin)
+        rows.append(flatten_kv(k, v, cos, sin).astype(jnp.float32))
+        x = x + block.attn.merge(attention(q, k, v))
+        x = x + block.mlp(x)
+    return rows
 
 
 def _attend_segments(q, k, v, k_old, v_old, segment):

@@ -1,20 +1,20 @@
 """What compressing a model's states costs: a model is trained on a task, then compressors on its states, then both are
 scored on attempts that neither has seen.
 
-Attempts are the scripted expert's, returns the rewards after a token. Everything follows from the configuration.
+Attempts are the scripted expert's, or those of a run's policy; returns are the rewards after a token. Everything
+follows from the configuration.
 """
 
 import dataclasses
 import functools
 import math
-import random
+import pathlib
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sao_jax.data.protocols import TaskFamily
 from sao_jax.envs.registry import make_family
 from sao_jax.learner import compression, supervised
 from sao_jax.learner.compression import USES, WEIGHTS
@@ -23,7 +23,9 @@ from sao_jax.models import compressor, memory
 from sao_jax.models.compressor import KINDS, CompressorConfig
 from sao_jax.models.config import ModelConfig
 from sao_jax.models.decoder import bind, init_params
+from sao_jax.runtime.compression_data import Attempts, play, sampled
 from sao_jax.runtime.devices import data_mesh
+from sao_jax.runtime.run import family_and_context, make_learner, read_config, restored_state
 
 SAMPLE = 8192  # rows that a compressor's start is computed from
 
@@ -34,14 +36,16 @@ class CompressionConfig:
 
     task: str = "mathword:level=4"
     """Task with a scripted expert, as in experiments.train."""
+    run: str | None = None
+    """Folder of a run: its policy and attempts that it makes, instead of a model that is trained here."""
     compress: str = "states,critic,kv"
     """Uses: states kept of finished segments, the critic's memory of earlier segments, latent keys and values."""
     kinds: str = "moe,linear,pca,truncation"
     """Compressors to compare."""
     segment: int = 16
     """Tokens of a segment."""
-    width: int = 256
-    """Width of a code."""
+    width: int | None = None
+    """Width of a code of a state (default: a quarter of the model's width); keys and values keep the same share."""
     experts: int = 4
     """Experts of the mixture."""
     top_k: int = 1
@@ -56,9 +60,11 @@ class CompressionConfig:
     """Width of a head."""
     mlp_dim: int = 512
     """Width of the MLP."""
-    attempts: int = 768
-    """Attempts of the expert to train on."""
-    test_attempts: int = 128
+    attempts: int = 1024
+    """Attempts to train on."""
+    codec_attempts: int = 256
+    """How many of them compressors and critics are trained on."""
+    test_attempts: int = 96
     """Attempts at held-out instances to score on."""
     model_steps: int = 150
     """Supervised steps of the model."""
@@ -68,8 +74,10 @@ class CompressionConfig:
     """Tokens of a step, at least one row per device."""
     lr: float = 1e-3
     """Learning rate of the model."""
-    codec_lr: float = 3e-4
-    """Learning rate of compressors and critics."""
+    codec_lr: float = 1e-4
+    """Learning rate of compressors."""
+    critic_lr: float = 1e-3
+    """Learning rate of critics that read a memory."""
     seed: int = 0
     """Seed of instances, weights and batches."""
 
@@ -82,7 +90,7 @@ class CompressionConfig:
                 raise ValueError(f"--{name} is {value!r}; allowed: {', '.join(allowed)}, several by comma, none twice")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.type in (int, "int") and field.name != "seed" and value < 1:
+            if isinstance(value, int) and field.name != "seed" and value < 1:
                 raise ValueError(f"--{field.name.replace('_', '-')} is {value}; it must be at least 1")
         if "moe" not in self.named("kinds") and (self.experts, self.top_k) != (4, 1):
             raise ValueError("--experts and --top-k have no effect here; they need moe among --kinds")
@@ -101,65 +109,10 @@ class CompressionConfig:
             mlp_dim=self.mlp_dim,
         )
 
-    def codec(self, width_in: int, kind: str) -> CompressorConfig:
+    def codec(self, model: ModelConfig, width_in: int, kind: str) -> CompressorConfig:
         """The same share of another width: keys and values of a layer need not be as many as the model is wide."""
-        width = max(1, self.width * width_in // self.dim)
+        width = max(1, (self.width or model.dim // 4) * width_in // model.dim)
         return compressor.config_of(kind, CompressorConfig(width_in, width, self.experts, self.top_k))
-
-
-@dataclasses.dataclass(frozen=True)
-class Attempts:
-    """Right-padded rows of a multiple of the segment: tokens int32, action mask and live bool, returns float32 [N, T].
-
-    returns[t] = rewards of the action that token t belongs to and of all later ones.
-    """
-
-    tokens: np.ndarray
-    mask: np.ndarray
-    live: np.ndarray
-    returns: np.ndarray
-
-    def rows(self, chosen) -> "Attempts":
-        return Attempts(*(getattr(self, f.name)[chosen] for f in dataclasses.fields(self)))
-
-
-def play(family: TaskFamily, split: str, count: int, segment: int, seed: int, check: Callable[[], None]) -> Attempts:
-    """The expert's attempts at the first `count` instances of a split. Raises ValueError if the task has no expert."""
-    rows = []
-    for index in range(count):
-        check()
-        environment, instance = family.environment(), family.instance(split, index)
-        rng = random.Random(f"{seed}/{index}")
-        tokens = family.tokenizer.encode(environment.reset(instance))
-        mask, rewards = [False] * len(tokens), [0.0] * len(tokens)
-        end = None
-        while end is None:
-            try:
-                action = environment.demonstrate(rng)
-            except NotImplementedError as error:
-                raise ValueError(f"{error}; compression is measured on the attempts of an expert") from None
-            outcome = environment.step(action)
-            for text, is_action in ((action, True), (outcome.observation, False)):
-                ids = family.tokenizer.encode(text)
-                tokens, mask = tokens + ids, mask + [is_action] * len(ids)
-                rewards += [0.0] * len(ids)
-                if is_action:
-                    rewards[-1] += outcome.reward
-            end = outcome.end
-        rows.append((tokens, mask, rewards))
-    length = -(-max(len(tokens) for tokens, _, _ in rows) // segment) * segment
-
-    def padded(values, dtype):
-        out = np.zeros((count, length), dtype)
-        for row, of in zip(out, values, strict=True):
-            row[: len(of)] = of
-        return out
-
-    tokens, mask, rewards = (
-        padded(part, t) for part, t in zip(zip(*rows, strict=True), (np.int32, bool, np.float32), strict=True)
-    )
-    live = padded([[True] * len(r[0]) for r in rows], bool)
-    return Attempts(tokens, mask, live, rewards[:, ::-1].cumsum(1)[:, ::-1])
 
 
 class Bench:
@@ -170,42 +123,57 @@ class Bench:
         self.mesh = data_mesh()
         self.by_row = jax.NamedSharding(self.mesh, jax.P("data"))
         self.everywhere = jax.NamedSharding(self.mesh, jax.P())
-        family = make_family(config.task)
-        self.model = config.model(family.tokenizer.vocab_size)
-        train = play(family, "train", config.attempts, config.segment, config.seed, check)
-        test = play(family, "test", config.test_attempts, config.segment, config.seed, check)
+        policy = None
+        if config.run is None:
+            family = make_family(config.task)
+            self.model = config.model(family.tokenizer.vocab_size)
+            train = play(family, "train", config.attempts, config.segment, config.seed, check)
+            test = play(family, "test", config.test_attempts, config.segment, config.seed, check)
+        else:
+            self.model, policy, found = _of_run(config, check)
+            test = found.rows(slice(config.test_attempts))
+            train = found.rows(slice(config.test_attempts, None))
         length = max(train.tokens.shape[1], test.tokens.shape[1])
-        self.train, self.test = (_lengthened(a, length) for a in (train, test))
+        self.train, self.test = train.lengthened(length), test.lengthened(length)
+        self.codec_train = self.train.rows(slice(config.codec_attempts))
         self.rows = -(-max(1, config.batch_tokens // length) // self.mesh.size) * self.mesh.size
-        fitted = self._fit_model()
+        fitted = self._fit_model(policy)
         self.params, self.value = fitted["model"], fitted["value"]
-        self.states = {"train": self._map(self._hidden, self.train), "test": self._map(self._hidden, self.test)}
+        self.states = self._of_splits(self._hidden)
         self.head = jax.jit(lambda params: bind(self.model, params).head())(self.params)
 
     # -- the model -----------------------------------------------------------------------------------------------------
 
-    def _fit_model(self) -> dict:
-        """{"model", "value"}: likelihood of action tokens and a value head, trained together."""
+    def _fit_model(self, policy: dict | None) -> dict:
+        """{"model", "value"}: likelihood of action tokens and a value head, trained together; the head alone where
+        there is a policy."""
         c, rng = self.config, np.random.default_rng(self.config.seed)
         program = compression.step_program("kv", self.model, None, self.mesh, segment=self.train.tokens.shape[1])
 
         def fresh(key):
-            head = {"w": jnp.zeros((c.dim, 1)), "b": jnp.full((1,), self.train.returns[self.train.mask].mean())}
-            return compression.init({"model": init_params(self.model, key), "value": head})
+            mean = self.train.returns[self.train.mask].mean()
+            head = {"w": jnp.zeros((self.model.dim, 1)), "b": jnp.full((1,), mean)}
+            return compression.init({"value": head} | ({} if policy else {"model": init_params(self.model, key)}))
 
+        frozen = jax.device_put({} if policy is None else {"model": policy}, self.everywhere)
         state = jax.jit(fresh, out_shardings=self.everywhere)(jax.random.key(c.seed))
         weights = self._weights()
         for step in range(c.model_steps):
             self.check()
-            batch = place(self.batch("kv", "train", rng.integers(0, c.attempts, self.rows)), self.by_row)
-            lr = np.float32(supervised.cosine(step, c.model_steps, c.lr))
-            state, means = program(state, {}, batch, weights, place(lr, self.everywhere))
+            batch = place(self.batch("kv", "train", rng.integers(0, len(self.train.tokens), self.rows)), self.by_row)
+            rates = self._rates(step, c.model_steps, {name: c.lr for name in state["params"]})
+            state, means = program(state, frozen, batch, weights, rates)
             if (step + 1) % 25 == 0 or step + 1 == c.model_steps:
                 self.report(f"model: step {step + 1} of {c.model_steps}, {_line(means)}")
-        return state["params"]
+        return frozen | state["params"]
 
     def _weights(self):
         return jax.device_put({k: np.float32(v) for k, v in WEIGHTS.items()}, self.everywhere)
+
+    def _rates(self, step: int, total: int, peaks: dict[str, float]) -> dict:
+        warmup = max(1, min(20, total // 5))
+        rates = {name: np.float32(supervised.cosine(step, total, peak, warmup)) for name, peak in peaks.items()}
+        return place(rates, self.everywhere)
 
     def _map(self, function, attempts: Attempts) -> np.ndarray:
         """function(params, tokens) of all rows, a batch at a time, on the host."""
@@ -218,6 +186,9 @@ class Bench:
             out.append(np.asarray(program(self.params, place(part, self.by_row)))[: len(tokens)])
         return np.concatenate(out)
 
+    def _of_splits(self, function) -> dict[str, np.ndarray]:
+        return {name: self._map(function, getattr(self, name)) for name in ("codec_train", "test")}
+
     def _hidden(self, params, tokens):
         return bind(self.model, params)(tokens)
 
@@ -226,8 +197,8 @@ class Bench:
     @functools.cached_property
     def alone(self) -> dict[str, np.ndarray]:
         """States of segments read by themselves."""
-        read = lambda params, tokens: memory.segment_states(bind(self.model, params), tokens, self.config.segment)  # noqa: E731
-        return {"train": self._map(read, self.train), "test": self._map(read, self.test)}
+        segment = self.config.segment
+        return self._of_splits(lambda params, tokens: memory.segment_states(bind(self.model, params), tokens, segment))
 
     def kept(self, attempts: Attempts) -> np.ndarray:
         return np.asarray(memory.kept_positions(jnp.asarray(attempts.mask), self.config.segment)) & attempts.live
@@ -259,25 +230,21 @@ class Bench:
         if use == "kv":
             layers = self._kv_rows(rng)
         else:
-            states = (self.states if use == "states" else self.alone)["train"]
-            layers = [states[self.kept(self.train)]]
+            states = (self.states if use == "states" else self.alone)["codec_train"]
+            layers = [states[self.kept(self.codec_train)]]
         return [x[rng.permutation(len(x))[:SAMPLE]] for x in layers]
 
     def _kv_rows(self, rng) -> list[np.ndarray]:
-        codec = self.config.codec(memory.kv_width(self.model), "truncation")
-        untouched = [compressor.truncation_params(codec)] * self.model.num_layers
-        T = self.train.tokens.shape[1]
-
-        def read(params, tokens):  # a single segment: nothing that was decoded is read
-            _, seen = memory.forward(bind(self.model, params), tokens, T, codec, untouched)
-            return jnp.stack([kv.reshape(*tokens.shape, -1) for kv, *_ in seen], axis=1)
-
-        some = rng.permutation(len(self.train.tokens))[: max(self.rows, 2 * SAMPLE // T)]
-        found = self._map(read, self.train.rows(some))
-        return [found[:, layer][self.train.live[some]] for layer in range(self.model.num_layers)]
+        tokens, live = self.codec_train.tokens, self.codec_train.live
+        some = rng.permutation(len(tokens))[: max(self.rows, 2 * SAMPLE // tokens.shape[1])]
+        found = self._map(
+            lambda params, tokens: jnp.stack(memory.kv_rows(bind(self.model, params), tokens), axis=1),
+            self.codec_train.rows(some),
+        )
+        return [found[:, layer][live[some]] for layer in range(self.model.num_layers)]
 
     def start(self, use: str, kind: str, vectors: list[np.ndarray]) -> tuple[CompressorConfig, list[dict]]:
-        codec = self.config.codec(vectors[0].shape[1], kind)
+        codec = self.config.codec(self.model, vectors[0].shape[1], kind)
         key = jax.random.key(self.config.seed)
         starts = [
             compressor.start_params(kind, codec, jax.random.fold_in(key, i), jnp.asarray(x))
@@ -314,9 +281,12 @@ class Bench:
         weights = self._weights()
         for step in range(c.codec_steps):
             self.check()
-            batch = place(self.batch(use, "train", rng.integers(0, c.attempts, self.rows)), self.by_row)
-            lr = np.float32(supervised.cosine(step, c.codec_steps, c.codec_lr))
-            state, means = program(state, frozen, batch, weights, place(lr, self.everywhere))
+            batch = place(
+                self.batch(use, "codec_train", rng.integers(0, len(self.codec_train.tokens), self.rows)), self.by_row
+            )
+            peaks = {"codec": c.codec_lr, "readout": c.critic_lr}
+            rates = self._rates(step, c.codec_steps, {name: peaks[name] for name in state["params"]})
+            state, means = program(state, frozen, batch, weights, rates)
             if step == 0 or step + 1 == c.codec_steps:
                 self.report(f"{use}, {kind or 'uncompressed'}: step {step + 1} of {c.codec_steps}, {_line(means)}")
         return state
@@ -353,11 +323,6 @@ def _line(means: dict) -> str:
     return ", ".join(f"{name} {float(mean):.4f}" for name, mean in means.items())
 
 
-def _lengthened(attempts: Attempts, length: int) -> Attempts:
-    more = ((0, 0), (0, length - attempts.tokens.shape[1]))
-    return Attempts(*(np.pad(getattr(attempts, f.name), more) for f in dataclasses.fields(attempts)))
-
-
 # -- what is stored of a finished segment ------------------------------------------------------------------------------
 
 
@@ -385,6 +350,16 @@ def read_columns(codec: CompressorConfig, params: dict, columns: dict) -> tuple[
 # -- all of it ---------------------------------------------------------------------------------------------------------
 
 
+def _of_run(config: CompressionConfig, check: Callable[[], None]) -> tuple[ModelConfig, dict, Attempts]:
+    folder = pathlib.Path(config.run)
+    run = read_config(folder)
+    family, context = family_and_context(run)
+    learner = make_learner(run, family, context, data_mesh(run.devices))
+    state, _ = restored_state(folder, learner)
+    found = sampled(run, folder, config.attempts + config.test_attempts, config.segment, check)
+    return learner.programs.config, jax.tree.map(np.asarray, state["policy"]), found
+
+
 def compare(
     config: CompressionConfig, report: Callable[[str], None] = lambda _: None, check: Callable[[], None] = lambda: None
 ) -> list[dict]:
@@ -400,19 +375,18 @@ def compare(
         blind = float(bench.test.returns[bench.test.mask].std())  # the error of the best constant
         plain = {"bytes_per_token": bench.bytes_per_token(use, None), "value_of_a_constant": blind}
         records.append({"use": use, "kind": "none"} | plain | exact)
+        report(f"{use}, uncompressed, held out: {_line(exact)}")
         for kind in config.named("kinds"):
             found = bench.measure(use, kind, vectors)
-            codec = config.codec(vectors[0].shape[1], kind)
-            changes = {
-                f"{name}_change": 100 * (found[name] / (exact[name] or math.nan) - 1)
-                for name in ("nll", "value")
-                if name in exact
-            }
+            codec = config.codec(bench.model, vectors[0].shape[1], kind)
+            shared = [name for name in ("nll", "value") if name in exact]
+            changes = {f"{name}_change": 100 * (found[name] / (exact[name] or math.nan) - 1) for name in shared}
             sizes = {
                 "bytes_per_token": bench.bytes_per_token(use, codec),
                 "parameter_bytes": parameter_bytes(codec, len(vectors)),
             }
             records.append({"use": use, "kind": kind} | sizes | found | changes)
+            report(f"{use}, {kind}, held out: {_line(found | changes)}")
     return records
 
 

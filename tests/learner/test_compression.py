@@ -45,7 +45,7 @@ def case(use, seed=0):
 def step(use, devices, **options):
     codec, params, frozen, batch = case(use)
     program = compression.step_program(use, MODEL, codec, data_mesh(devices), segment=SEGMENT, **options)
-    return program(compression.init(params), frozen, batch, WEIGHTS, jnp.float32(0.01)), params
+    return program(compression.init(params), frozen, batch, WEIGHTS, dict.fromkeys(params, jnp.float32(0.01))), params
 
 
 @pytest.mark.parametrize("use", compression.USES)
@@ -78,6 +78,17 @@ def test_the_score_is_the_loss_before_the_step(use):
     (_, means), _ = step(use, 1)
     for name, (total, count) in sums.items():
         np.testing.assert_allclose(total / count, means[name], rtol=1e-5)
+
+
+def test_parts_move_at_their_own_rates():
+    codec, params, frozen, batch = case("critic")
+    program = compression.step_program("critic", MODEL, codec, data_mesh(1), segment=SEGMENT)
+    rates = {"codec": jnp.float32(0.0), "readout": jnp.float32(0.01)}
+    after, _ = program(compression.init(params), frozen, batch, WEIGHTS, rates)
+    _, before, _, _ = case("critic")
+    for a, b in zip(jax.tree.leaves(after["params"]["codec"]), jax.tree.leaves(before["codec"]), strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_allclose(np.abs(after["params"]["readout"]["bias"] - before["readout"]["bias"]), 0.01, rtol=1e-3)
 
 
 def test_a_fixed_codec_stays_while_the_critic_learns():

@@ -46,6 +46,12 @@ def test_without_loss_segments_are_the_whole_row(model, tokens, segment):
     np.testing.assert_allclose(memory.forward(model, tokens, segment, *lossless())[0], model(tokens), atol=1e-5)
 
 
+def test_what_is_compressed_in_one_segment_are_the_rows_of_the_model(model, tokens):
+    _, seen = memory.forward(model, tokens, T, CODEC, codecs())
+    for (kv, *_), row in zip(seen, memory.kv_rows(model, tokens), strict=True):
+        np.testing.assert_allclose(kv, row.reshape(kv.shape), atol=1e-5)
+
+
 def test_one_segment_needs_no_memory(model, tokens):
     np.testing.assert_allclose(memory.forward(model, tokens, T, CODEC, codecs())[0], model(tokens), atol=1e-5)
 

@@ -12,13 +12,13 @@ from sao_jax.models import compressor
 from sao_jax.models.compressor import CompressorConfig
 from sao_jax.models.memory import kept_positions
 from sao_jax.runtime import compression
-from sao_jax.runtime.compression import CompressionConfig, play
+from sao_jax.runtime.compression import CompressionConfig
+from sao_jax.runtime.compression_data import play
 from tests.helpers import quick_compile  # noqa: F401
 
 SMALL = CompressionConfig(
     task="calculator:level=1",
     segment=16,
-    width=4,
     experts=2,
     dim=16,
     layers=1,
@@ -118,7 +118,7 @@ def test_wrong_choices_are_named(change, message):
 
 def test_memory_of_a_history_counts_codes_compressors_and_the_segment_itself():
     model = SMALL.model(7)
-    codec = SMALL.codec(32, "moe")
+    codec = SMALL.codec(model, 32, "moe")
     assert history_bytes(model, None, 1024) == 1024 * 32 * 4
     expected = 1024 * codec.code_bytes + compression.parameter_bytes(codec) + 100 * 32 * 4
     assert history_bytes(model, codec, 1024) == expected
