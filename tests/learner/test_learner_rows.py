@@ -1,6 +1,7 @@
 """A trajectory cut into rows that hold its whole prefix is trained as the one row it would be."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ from helpers import (
     restart,
 )
 
-from sao_jax.data.rows import blank_row, make_row, make_rows, stack_rows
+from sao_jax.data.rows import blank_row, make_row, make_rows
 from sao_jax.learner.objective import Choices
 
 LENGTH = 24
@@ -55,8 +56,7 @@ def trajectories(count=5, seed=0):
     return found
 
 
-def rows_of(t, number, steps):
-    return make_rows(t, length=LENGTH, steps_per_segment=steps, lambda_=0.7, advantage=float(number) - 2.5)
+BATCH = list(enumerate(trajectories()))
 
 
 def result(learner, batch):
@@ -73,51 +73,55 @@ def result(learner, batch):
     return parts, sums, host({name: learner.state[name] for name in ("policy", "critic")})
 
 
-@pytest.mark.parametrize("name", CHOICES)
+@functools.cache
+def learner_of(name):
+    return make_learner(choices_of(name), length=LENGTH, batch=5, micro_rows=2, most=5)
+
+
+def whole_rows(batch, steps=1):
+    return [[make_row(t, length=LENGTH, steps_per_segment=steps, lambda_=0.7, advantage=n - 2.5)] for n, t in batch]
+
+
+def cut_rows(batch, steps=1):
+    return [make_rows(t, length=LENGTH, steps_per_segment=steps, lambda_=0.7, advantage=n - 2.5) for n, t in batch]
+
+
+def assert_same(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        assert_close(a, b)
+
+
+NAMES = [n if n in ("independent", "carried") else pytest.param(n, marks=pytest.mark.slow) for n in CHOICES]
+
+
 @pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("name", NAMES)
 def test_rows_with_the_whole_prefix_add_up_to_the_trajectory(name, steps):
-    learner, several = learners(name)
-    batch = [(n, t) for n, t in enumerate(trajectories())]
-    whole = [[make_row(t, length=LENGTH, steps_per_segment=steps, lambda_=0.7, advantage=n - 2.5)] for n, t in batch]
-    parts, sums, params = result(learner, whole)
-    cut_parts, cut_sums, cut_params = result(several, [rows_of(t, n, steps) for n, t in batch])
-    assert any(np.abs(g).max() > 1e-2 for g in jax.tree.leaves(parts))
-    assert_close(cut_parts, parts)
-    assert_close(cut_sums, sums)
-    assert_close(cut_params, params)
+    expected = result(learner_of(name), whole_rows(BATCH, steps))
+    assert any(np.abs(g).max() > 1e-2 for g in jax.tree.leaves(expected[0]))
+    assert_same(result(learner_of(name), cut_rows(BATCH, steps)), expected)
 
 
-LEARNERS = {}
+def test_room_for_several_rows_changes_nothing_for_one():
+    one = make_learner(choices_of("independent"), length=LENGTH, batch=5, micro_rows=2)
+    assert_same(result(learner_of("independent"), whole_rows(BATCH)), result(one, whole_rows(BATCH)))
+    with pytest.raises(ValueError, match="2 rows; this learner takes 1 to 1"):
+        one.put(blank_row(LENGTH), blank_row(LENGTH))
 
 
-def learners(name):
-    if name not in LEARNERS:
-        options = dict(length=LENGTH, batch=5, micro_rows=2)
-        LEARNERS[name] = make_learner(choices_of(name), **options), make_learner(choices_of(name), most=5, **options)
-    return LEARNERS[name]
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(("devices", "micro_rows", "shard"), [(2, 3, False), (8, 1, True)], ids=["2", "8-sharded"])
 def test_rows_of_one_trajectory_are_trained_by_all_devices(devices, micro_rows, shard):
-    batch = trajectories()
     options = dict(length=LENGTH, batch=5, most=5, shard_params=shard)
     learner = make_learner(choices_of("carried"), devices=devices, micro_rows=micro_rows, **options)
-    whole = [[make_row(t, length=LENGTH, steps_per_segment=1, lambda_=0.7)] for t in batch]
-    parts, sums, params = result(learners("carried")[0], whole)
-    cut_parts, cut_sums, cut_params = result(
-        learner, [make_rows(t, length=LENGTH, steps_per_segment=1, lambda_=0.7) for t in batch]
-    )
-    assert_close(cut_parts, parts)
-    assert_close(cut_sums, sums)
-    assert_close(cut_params, params)
+    assert_same(result(learner, cut_rows(BATCH)), result(learner_of("carried"), whole_rows(BATCH)))
 
 
-def test_a_gradient_call_in_between_changes_nothing():
-    learner = learners("independent")[1]
-    batch = [rows_of(t, n, 1) for n, t in enumerate(trajectories())]
-    parts, _, params = result(learner, batch)
+def test_gradient_calls_in_between_change_nothing():
+    learner = learner_of("independent")
+    parts, _, params = result(learner, cut_rows(BATCH))
     restart(learner, **NUMBERS)
-    for rows in batch:
+    for rows in cut_rows(BATCH):
         learner.put(*rows)
         learner.accumulate()
     assert_close([gradients(learner), gradients(learner, "critic")], parts)
@@ -126,55 +130,47 @@ def test_a_gradient_call_in_between_changes_nothing():
 
 
 def test_scores_are_those_of_whole_trajectories():
-    learner, several = learners("independent")
-    batch = trajectories(12)
-    rows = [make_row(t, length=LENGTH, steps_per_segment=1, lambda_=0.7) for t in batch]
-    whole = host(restart(learner, **NUMBERS).score([[row] for row in rows]))
-    found = host(restart(several, **NUMBERS).score([rows_of(t, 0, 1) for t in batch]))
+    learner, batch = learner_of("independent"), list(enumerate(trajectories(12)))
+    whole = host(restart(learner, **NUMBERS).score(whole_rows(batch)))
+    found = host(learner.score(cut_rows(batch)))
+    assert whole["value_count"] == sum(t.num_action_tokens for _, t in batch)
     for name in ("value_count", "returns", "returns_sq", "error", "error_sq"):
         assert found[name] == pytest.approx(whole[name], rel=1e-5), name
 
 
+@pytest.mark.slow
 def test_an_arrival_trained_critic_steps_once_for_all_rows_of_a_trajectory():
     choices = Choices(kl="off", critic_update="arrival", critic_passes=1)
-    options = dict(length=LENGTH, batch=5, micro_rows=1)
-    batch = trajectories()
-    whole = [[make_row(t, length=LENGTH, steps_per_segment=1, lambda_=0.7)] for t in batch]
+    learner = make_learner(choices, length=LENGTH, batch=5, micro_rows=1, most=5)
     found = []
-    for learner, rows in ((make_learner(choices, **options), whole), (make_learner(choices, most=5, **options), None)):
+    for rows in (whole_rows(BATCH), cut_rows(BATCH)):
         restart(learner, **NUMBERS)
-        for n, t in enumerate(batch):
-            learner.put(*(rows[n] if rows else make_rows(t, length=LENGTH, steps_per_segment=1, lambda_=0.7)))
+        for one in rows:
+            learner.put(*one)
         assert int(learner.state["critic_opt"].count) == 5
         found.append(host(learner.state["critic"]))
     assert_close(found[1], found[0])
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_after_the_warm_up():
     learner = make_learner(choices_of("corrected"), length=LENGTH, batch=5, most=5)
     assert "links" in learner.warm_up(blank_row(LENGTH), preheat=True)
     programs = learner.programs
     compiled = [programs.put, programs.links, programs.chain, programs.window("both"), programs.window("again")]
     before = [program._cache_size() for program in compiled]
-    result(learner, [rows_of(t, n, 1) for n, t in enumerate(trajectories())])
-    result(learner, [rows_of(t, n, 1)[:1] for n, t in enumerate(trajectories())])
+    result(learner, cut_rows(BATCH))
+    result(learner, whole_rows(BATCH))
     learner.critic_only = True
-    learner.score([rows_of(t, n, 1) for n, t in enumerate(trajectories(7))])
+    learner.score(cut_rows(enumerate(trajectories(7))))
     assert before == [program._cache_size() for program in compiled]
 
 
-def test_a_trajectory_with_more_rows_than_planned_for_is_refused():
-    learner = restart(learners("independent")[0], **NUMBERS)
-    with pytest.raises(ValueError, match="2 rows; this learner takes 1 to 1"):
-        learner.put(blank_row(LENGTH), blank_row(LENGTH))
-
-
-def test_dropped_context_is_the_only_thing_that_changes_log_probs():
-    t = trajectories()[0]
-    whole = make_row(t, length=LENGTH, steps_per_segment=1, lambda_=0.7)
-    policy = learners("given")[0].start["policy"]
-    rows = rows_of(t, 0, 1)
+def test_rows_with_the_whole_prefix_have_the_same_log_probs():
+    _, t = BATCH[0]
+    ((whole,), rows) = whole_rows(BATCH)[0], cut_rows(BATCH)[0]
+    policy = learner_of("independent").start["policy"]
     logp, cut_logp = policy_logp(policy, [whole])[0], policy_logp(policy, rows)
     seen = np.concatenate([cut_logp[i][row["action_mask"]] for i, row in enumerate(rows)])
     np.testing.assert_allclose(seen, logp[whole["action_mask"]], atol=1e-5)
-    assert stack_rows(rows)["action_mask"].sum() == t.num_action_tokens
+    assert len(seen) == t.num_action_tokens

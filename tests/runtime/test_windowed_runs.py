@@ -39,6 +39,7 @@ FLAGS = dict(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_attempts_longer_than_the_window_are_trained_once_with_the_sampler_s_context(tmp_path):
     flags = FLAGS | dict(preheat_rollouts=8, rollouts=8, seed=1)
     _, record, _ = run(tmp_path, **flags)
