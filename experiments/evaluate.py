@@ -94,7 +94,6 @@ def check(flags: Flags) -> None:
 
 def main(stop) -> None:
     flags = _cli.parse(Flags, __doc__.splitlines()[0])
-    check(flags)
     search, budgets = chosen(flags)
     from sao_jax.runtime.devices import prepare_backend
     from sao_jax.runtime.run import read_config
@@ -133,7 +132,8 @@ def main(stop) -> None:
 
 
 def chosen(flags: Flags):
-    """(search, (budget, its fixed twin)), None where not asked for."""
+    """(search, (budget, its fixed twin)), None where not asked for. Raises ValueError for flags that cannot be."""
+    check(flags)
     from sao_jax.rollout.budget import DynamicBudget, FixedBudget
     from sao_jax.rollout.guided import Search
 
