@@ -158,8 +158,8 @@ def led_by_critic(flags: Flags, config, folder: pathlib.Path, search, budgets, s
 
     guide, version = restored_guide(config, folder)
     with Display() as display:
-        display.stage("evaluation", flags.n, "instances")
         guide.check, guide.report = stop.check, display.advance
+        guide.stage = lambda name, total: display.stage(name, total, "instances")
         result = guided_evaluation(guide, flags.n, search) if search else budget_evaluation(guide, flags.n, *budgets)
     for t in result.trajectories[: flags.show]:
         print(f"reward {t.total_reward:g}  {guide.family.tokenizer.decode(t.tokens)}")

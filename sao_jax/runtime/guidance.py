@@ -45,21 +45,23 @@ class Guide:
     config: RunConfig
     context: int
     check: Callable[[], None] = _nothing
-    report: Callable[[int], None] = _nothing
+    stage: Callable[[str, int], None] = _nothing  # told what begins, and how many attempts it has
+    report: Callable[[int], None] = _nothing  # told how many of them are over
     _next_id: int = FIRST_ID
 
     @property
     def stop_ids(self) -> set[int]:
         return {self.family.tokenizer.encode(character)[0] for character in self.family.stop}
 
-    def run(self, tasks: Sequence[int], make: Callable, *, width: int = 1) -> list[Played]:
+    def run(self, tasks: Sequence[int], make: Callable, *, what: str = "attempts", width: int = 1) -> list[Played]:
         """One attempt at each held-out instance; `make(task, family, instance, **labels of the episode)` makes it.
 
         Attempts that fail are made again, up to the run's `max_attempts`: that says nothing about the policy.
         """
         found: dict[int, Played] = {}
         todo = list(range(len(tasks)))
-        for number in range(self.config.max_attempts):
+        for number in range(self.config.max_attempts if todo else 0):
+            self.stage(what, len(todo))
             attempts = []
             for place in todo:
                 first, self._next_id = self._next_id, self._next_id + width
@@ -116,7 +118,7 @@ def guided_evaluation(guide: Guide, count: int, search: Search) -> Comparison:
     def guided(task, family, instance, **labels):
         return guided_attempt(family, instance, search, **labels)
 
-    played = guide.run(range(count), guided, width=search.width)
+    played = guide.run(range(count), guided, what="guided", width=search.width)
     spent = sum(p.sampled for p in played)
     solved = sum(_reward(p.result) >= SUCCESS for p in played)
     rounds: list[list[Played]] = []
@@ -124,7 +126,7 @@ def guided_evaluation(guide: Guide, count: int, search: Search) -> Comparison:
         left = spent - sum(p.sampled for p in itertools.chain(*rounds))
         cost = statistics.fmean(p.sampled for p in itertools.chain(*rounds)) if rounds else 0.0
         tasks = range(count if not rounds else min(count, max(1, round(left / max(cost, 1.0)))))
-        rounds.append(guide.run(tasks, plain_attempt))
+        rounds.append(guide.run(tasks, plain_attempt, what=f"plain {len(rounds) + 1}"))
     by_task = [[r[task] for r in rounds if task < len(r)] for task in range(count)]
     made = [p.result.outcome for p in itertools.chain(*by_task)]
     values = iter(guide.values([ending(t, guide.stop_ids) for t in made if isinstance(t, Trajectory)]).tolist())
@@ -177,7 +179,7 @@ def budget_evaluation(guide: Guide, count: int, budget: Budget, fixed: FixedBudg
     def begun(budget: Budget):
         return lambda task, family, instance, **labels: budgeted_attempt(family, instance, budget, **labels)
 
-    base = guide.run(range(count), begun(fixed))
+    base = guide.run(range(count), begun(fixed), what="fixed")
     granted = sum(p.sampled for p in base)
     won = sum(_reward(p.result) >= SUCCESS for p in base)
     figures = {"sampled_tokens": granted, "solved_per_1k_tokens": 1000 * won / granted}
@@ -186,7 +188,7 @@ def budget_evaluation(guide: Guide, count: int, budget: Budget, fixed: FixedBudg
     if not budget.judges:
         return Comparison(figures, [o for p in base if isinstance(o := _outcome(p.result), Trajectory)])
 
-    latest = dict(enumerate(guide.run(range(count), begun(budget))))
+    latest = dict(enumerate(guide.run(range(count), begun(budget), what="dynamic")))
     cuts = [task for task, p in latest.items() if p.result.cut]
     whole = [p.sampled for p in latest.values() if not p.result.cut]
     spent = sum(p.sampled for p in latest.values())
@@ -205,12 +207,12 @@ def budget_evaluation(guide: Guide, count: int, budget: Budget, fixed: FixedBudg
         rounds += 1
         anew = sorted(task for task, what in plan.items() if what == "restart")
         on = sorted(task for task, what in plan.items() if what == "resume")
-        now = dict(zip(anew, guide.run(anew, begun(budget)), strict=True))
+        now = dict(zip(anew, guide.run(anew, begun(budget), what="restarts"), strict=True))
         for task in anew:
             restarts[task] += 1
         cuts += [task for task in anew if now[task].result.cut]
         whole += [now[task].sampled for task in anew if not now[task].result.cut]
-        now |= zip(on, guide.run(on, taken_up), strict=True)
+        now |= zip(on, guide.run(on, taken_up, what="taken up"), strict=True)
         resumed.update(on)
         latest |= now
         spent += sum(p.sampled for p in now.values())
