@@ -12,7 +12,7 @@ from sao_jax.report.intervals import mean_interval
 TASK = "calculator:level=3"  # expressions of two, three or five calls
 SIZES: dict[bool, dict[str, Any]] = {
     True: dict(preheat_rollouts=256, rollouts=64),
-    False: dict(preheat_rollouts=2048, preheat_epochs=12, rollouts=512),
+    False: dict(preheat_rollouts=2048, critic_lr=1e-3, rollouts=512),
 }
 
 
@@ -36,7 +36,7 @@ def _guides(asked: Request):
     from sao_jax.runtime.guidance import restored_guide
     from sao_jax.runtime.run import read_config
 
-    for seed in range(asked.seeds or (1 if asked.quick else 3)):
+    for seed in range(asked.seeds or (1 if asked.quick else 2)):
         folder = _trained(asked, seed)
         guide, _ = restored_guide(read_config(folder), folder)
         guide.check = asked.check
@@ -92,7 +92,7 @@ def dynamic_length(asked: Request) -> Measured:
     from sao_jax.rollout.budget import DynamicBudget, FixedBudget
     from sao_jax.runtime.guidance import budget_evaluation
 
-    count = 64 if asked.quick else 1024
+    count = 64 if asked.quick else 512
     budgets = {"": DynamicBudget(), "patience 2: ": DynamicBudget(patience=2), "drop 0.7: ": DynamicBudget(drop=0.7)}
     found: dict[str, list[float]] = {}
     seeds, ours, plain = [], [], []
