@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import quick_compile  # noqa: F401
 
 from sao_jax.models.compute import REMAT, Compute, check_backend
 from sao_jax.models.config import ModelConfig
 from sao_jax.models.critic import critic_outputs, init_critic
 from sao_jax.models.decoder import bind, init_params
-from tests.helpers import quick_compile  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
