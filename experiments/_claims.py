@@ -9,6 +9,7 @@ import numpy as np
 
 from experiments._ablations import BASE, METHODS, PRESETS
 from experiments._claim import Claim, Interval, Measured, Request, must
+from experiments._claims_guided import CLAIMS as GUIDED
 from experiments._claims_runtime import hot_spots, recovery, scheduling_latency, throughput, utilization
 from experiments._claims_segments import CLAIMS as SEGMENT_CLAIMS
 from experiments.ablate import Flags as AblateFlags
@@ -272,6 +273,7 @@ CLAIMS: dict[str, Claim] = {
     "update-latency": Claim("from minutes to seconds", None, None, 60.0, "times shorter", update_latency),
 }  # fmt: skip
 CLAIMS |= SEGMENT_CLAIMS
+CLAIMS |= GUIDED
 
 
 def verdict(effect: Interval, reported: float, null: float = 0.0) -> str:

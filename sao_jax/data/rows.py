@@ -39,12 +39,15 @@ def make_row(
 
     Raises:
       NoActionError: no action token.
-      ValueError: longer than `length`, aborted (never trained), or sampled greedily (no ratio exists).
+      ValueError: longer than `length`, aborted (never trained), sampled greedily (no ratio exists), or chosen by
+        something else than the policy.
     """
     if t.length > length:
         raise ValueError(f"trajectory of {t.length} tokens does not fit a row of {length}")
     if t.end == "aborted":
         raise ValueError(f"an aborted trajectory ({t.reason or 'no reason given'}) is not trained")
+    if not t.trainable:
+        raise ValueError(f"a trajectory whose actions were chosen by {t.sampler!r}, not by the policy, is not trained")
     if not t.temperature > 0:
         raise ValueError(f"temperature {t.temperature} leaves no log-probabilities to train on; it must be above 0")
     if not np.any(t.action_mask):

@@ -30,7 +30,7 @@ _WHOLE_KEY = "trajectory"  # of the records of `save_trajectory`
 _DTYPES = {"I32": np.int32, "F32": np.float32, "BOOL": np.bool_}
 _UNFINISHED = "truncated", "snapshot"  # end and reason of what is to be gone on from
 # What all segments of a trajectory have in common; the attempt may change where one failed and another went on.
-_LABELS = ("rollout", "task", "group", "sample", "seed", "temperature", "top_p", "top_k")
+_LABELS = ("rollout", "task", "group", "sample", "seed", "temperature", "top_p", "top_k", "sampler")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,6 +70,7 @@ class Segment:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    sampler: str = ""
     reward_parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
     timings: Mapping[str, float] = dataclasses.field(default_factory=dict)
 

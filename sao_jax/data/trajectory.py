@@ -55,6 +55,8 @@ class Trajectory:
       reason: what ended it, for people.
       rollout, attempt, task, group, sample, seed: which attempt this is.
       temperature, top_p, top_k: how the actions were sampled; rollout_logp is at this temperature.
+      sampler: what chose among actions that the policy drew; "" where the policy alone did. What was chosen is not
+        distributed as rollout_logp says, so such a trajectory is not trained.
       reward_parts: totals by name. timings: seconds by name.
     """
 
@@ -75,8 +77,14 @@ class Trajectory:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    sampler: str = ""
     reward_parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
     timings: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def trainable(self) -> bool:
+        """Whether its log-probabilities are those of the distribution that its actions came from."""
+        return not self.sampler
 
     @property
     def length(self) -> int:
@@ -194,12 +202,13 @@ class TrajectoryBuilder:
         temperature: float = 1.0,
         top_p: float = 1.0,
         top_k: int = 0,
+        sampler: str = "",
     ):
         prompt = _ids(prompt_tokens)
         if len(prompt) == 0:
             raise ValueError("the prompt is empty; token 0 of a trajectory is never an action")
         labels = dict(rollout=rollout, attempt=attempt, task=task, group=group, sample=sample, seed=seed)
-        self._begin(labels | dict(temperature=temperature, top_p=top_p, top_k=top_k))
+        self._begin(labels | dict(temperature=temperature, top_p=top_p, top_k=top_k, sampler=sampler))
         self._append(prompt)
 
     def _begin(self, labels: dict) -> None:
@@ -221,7 +230,7 @@ class TrajectoryBuilder:
 
         `labels` replace those of the snapshot, such as the attempt. The next segment begins behind the snapshot.
         """
-        names = ("rollout", "attempt", "task", "group", "sample", "seed", "temperature", "top_p", "top_k")
+        names = ("rollout", "attempt", "task", "group", "sample", "seed", "temperature", "top_p", "top_k", "sampler")
         builder = cls.__new__(cls)
         builder._begin({name: getattr(t, name) for name in names} | labels)
         builder._chunks = [{name: np.array(getattr(t, name), dtype) for name, dtype in COLUMNS.items()}]
@@ -365,6 +374,8 @@ def save_trajectory(t: Trajectory) -> bytes:
     """Safetensors bytes: arrays as tensors, the rest as JSON in the metadata. Equal input, equal bytes."""
     scalars = {f.name: getattr(t, f.name) for f in dataclasses.fields(t) if f.name not in COLUMNS}
     scalars |= {name: dict(scalars[name]) for name in ("reward_parts", "timings")}
+    if not t.sampler:
+        del scalars["sampler"]  # as in records written before there was one
     text = json.dumps(scalars, sort_keys=True)
     arrays = {name: np.ascontiguousarray(getattr(t, name)) for name in COLUMNS}
     return safetensors.numpy.save(arrays, metadata={_METADATA_KEY: text})

@@ -20,6 +20,7 @@ from sao_jax.learner.layout import Layout
 from sao_jax.learner.objective import Choices, Numbers
 from sao_jax.learner.programs import FLOAT_FIELDS, INT_FIELDS, SCALAR_FIELDS, Programs
 from sao_jax.learner.sharding import own_copy, place
+from sao_jax.models.compute import PLAIN, Compute, check_backend
 from sao_jax.models.config import ModelConfig
 
 
@@ -45,10 +46,12 @@ class Learner:
         policy: dict,
         *,
         shard_params: bool = False,
+        compute: Compute = PLAIN,
     ):
+        check_backend(compute)
         if layout.devices != mesh.size:
             raise ValueError(f"the layout is for {layout.devices} devices, the mesh has {mesh.size}")
-        self.programs = Programs(config, choices, layout, mesh, shard_params)
+        self.programs = Programs(config, choices, layout, mesh, shard_params, compute)
         _ = self.programs.frozen  # a pattern that matches nothing is an error now, not after minutes of compiling
         self.choices, self.layout, self.mesh = choices, layout, mesh
         self._replicated = jax.NamedSharding(mesh, jax.P())

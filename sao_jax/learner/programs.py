@@ -20,6 +20,7 @@ from sao_jax.learner import sharding
 from sao_jax.learner import window as win
 from sao_jax.learner.layout import Layout
 from sao_jax.learner.objective import Choices
+from sao_jax.models.compute import PLAIN, Compute
 from sao_jax.models.config import ModelConfig
 from sao_jax.models.critic import critic_outputs, init_critic, matching_leaves
 from sao_jax.objectives import statistics
@@ -82,6 +83,7 @@ class Programs:
     layout: Layout
     mesh: jax.sharding.Mesh
     shard_params: bool = False
+    compute: Compute = PLAIN
 
     # -- shardings ---------------------------------------------------------------------------------------------------
 
@@ -206,6 +208,7 @@ class Programs:
         applies the critic's freeze patterns.
         """
         config, choices, specs, rows = self.config, self.choices, self.specs, self.layout.rows
+        compute = self.compute
         scored, with_policy, with_critic = MODES[mode]
         fixed = self.frozen if frozen else jax.tree.map(lambda _: False, self.frozen)
         parts = [name for name, used in (("policy", with_policy), ("critic", with_critic)) if used]
@@ -224,10 +227,10 @@ class Programs:
                 seen, fresh, total, sums = data, {}, jnp.zeros(()), {}
                 logp = entropy = outputs = None
                 if with_policy or logp_for_targets:
-                    logp, entropy = win.policy_forward(config, whole["policy"], data)
+                    logp, entropy = win.policy_forward(config, whole["policy"], data, compute)
                 if choices.has_critic and (scored or with_critic):
                     critic = win.frozen_as_constants(whole["critic"], fixed)
-                    outputs = critic_outputs(config, critic, data["tokens"])
+                    outputs = critic_outputs(config, critic, data["tokens"], compute=compute)
                 if scored:
                     fresh = win.score(choices, numbers, scalars, data, outputs, jax.lax.stop_gradient(logp))
                     seen = data | fresh
@@ -242,7 +245,7 @@ class Programs:
 
             def penalty(policy):
                 # The forward pass is that of the loss: the compiler finds them equal and does it once.
-                logp, _ = win.policy_forward(config, sharding.gather(policy, specs["policy"]), data)
+                logp, _ = win.policy_forward(config, sharding.gather(policy, specs["policy"]), data, compute)
                 return win.penalty(scalars["kl_coef"], data, logp)
 
             gradients, (sums, fresh) = jax.grad(loss, has_aux=True)(trained)
@@ -370,7 +373,7 @@ class Programs:
             def step(carry, index):
                 data = win.take_window(buffer | {"filled": filled}, index, rows)
                 data["action_mask"] &= data["filled"][:, None]
-                logp, _ = win.policy_forward(self.config, whole, data)
+                logp, _ = win.policy_forward(self.config, whole, data, self.compute)
                 kl, count = rollout_kl(data["rollout_logp"], logp, data["action_mask"])
                 return (carry[0] + kl, carry[1] + count), None
 

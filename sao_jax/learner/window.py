@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from sao_jax.learner import sharding
 from sao_jax.learner.objective import Choices
+from sao_jax.models.compute import PLAIN, Compute
 from sao_jax.models.config import ModelConfig
 from sao_jax.models.critic import prefix_values
 from sao_jax.models.decoder import bind
@@ -97,9 +98,11 @@ def token_weights(choices: Choices, numbers: dict, logp, rollout_logp, advantage
     return jax.lax.stop_gradient(jax.vmap(truncate)(logp, rollout_logp))
 
 
-def policy_forward(config: ModelConfig, params: dict, rows: dict):
-    model = bind(config, params)
-    return next_token_logprobs(model(rows["tokens"]), model.head(), rows["tokens"], rows["temperature"])
+def policy_forward(config: ModelConfig, params: dict, rows: dict, compute: Compute = PLAIN):
+    """(log-prob, entropy) [R, L] of the rows' tokens; "pack_ids" [R, L] where rows hold several trajectories."""
+    model, packs = bind(config, params), rows.get("pack_ids")
+    hidden = model(rows["tokens"], pack_ids=packs, compute=compute)
+    return next_token_logprobs(hidden, model.head(), rows["tokens"], rows["temperature"], pack_ids_BxT=packs)
 
 
 def policy_terms(choices: Choices, numbers: dict, kl_coef, rows: dict, logp, entropy):

@@ -277,14 +277,18 @@ class Engine:
         self._temperature[slot] = temperature
         self._join(slot, 0, 0, tokens, request.max_new)
 
-    def extend(self, rollout: int, tokens: Sequence[int], max_new: int) -> None:
-        """Appends tokens (an observation; none is allowed) to a row that is done, and samples up to max_new more."""
+    def extend(self, rollout: int, tokens: Sequence[int], max_new: int, attempt: int | None = None) -> None:
+        """Appends tokens (an observation; none is allowed) to a row that is done, and samples up to max_new more.
+
+        A new `attempt` gives the row other random numbers, for a position that it may have sampled at before.
+        """
         slot = self._slot(rollout)
         if self._remaining[slot]:
             raise ValueError(f"rollout {rollout} is still running; extend it when its action is done")
         tokens = self._checked(tokens)
         newest = int(self._position[slot])
         self._check_room(rollout, newest + 1 + tokens.size, max_new)
+        self._attempt[slot] = self._attempt[slot] if attempt is None else attempt
         self._join(slot, newest + 1, newest, tokens, max_new)
 
     def truncate(self, rollout: int, length: int) -> None:

@@ -104,7 +104,8 @@ def make_learner(config: RunConfig, family: TaskFamily, context: int, mesh: jax.
     micro = 1 if config.critic_update == "arrival" else config.micro_rows
     layout = Layout.fit(config.batch_size, context, mesh.size, micro_rows=micro)
     policy = random_policy(config, family)
-    return Learner(model, config.choices(), config.numbers(), layout, mesh, policy, shard_params=config.shard_params)
+    how = {"shard_params": config.shard_params, "compute": config.compute()}
+    return Learner(model, config.choices(), config.numbers(), layout, mesh, policy, **how)
 
 
 def make_engine(config: RunConfig, family: TaskFamily, context: int, policy: dict, mesh: jax.sharding.Mesh) -> Engine:

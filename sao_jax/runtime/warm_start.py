@@ -49,7 +49,7 @@ def warm_start(
     batch = -(-per_device // micro) * micro * mesh.size
     tokens, mask = _play(family, config, length, check)
     order = np.random.default_rng(config.seed)
-    program = supervised.step_program(model, mesh, micro)
+    program = supervised.step_program(model, mesh, micro, config.compute())
     by_row, everywhere = jax.NamedSharding(mesh, jax.P("data")), jax.NamedSharding(mesh, jax.P())
     state = jax.jit(supervised.init, out_shardings=everywhere)(policy)
     for step in range(config.warm_start_steps):

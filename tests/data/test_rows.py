@@ -1,3 +1,5 @@
+import dataclasses
+
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
@@ -52,6 +54,9 @@ def test_rows_that_cannot_be_trained_are_refused():
         make_row(built("aborted"), **kwargs)
     with pytest.raises(ValueError, match="temperature 0"):
         make_row(built(temperature=0.0), **kwargs)
+    chosen = dataclasses.replace(built(), sampler="value-guided best of 4")
+    with pytest.raises(ValueError, match="chosen by 'value-guided best of 4', not by the policy, is not trained"):
+        make_row(chosen, **kwargs)
 
 
 def test_a_blank_row_has_the_types_of_a_real_one_and_nothing_to_train():

@@ -284,3 +284,13 @@ def test_damaged_and_foreign_records_are_refused():
     text = json.dumps(header).encode().ljust(size)
     with pytest.raises(ValueError, match="not a stored trajectory"):
         load_trajectory(len(text).to_bytes(8, "little") + text + data[8 + size :])
+
+
+def test_a_record_says_what_chose_its_actions_and_one_without_a_word_is_the_policys_own():
+    t = two_turns().build("terminated")
+    assert t.trainable
+    assert b"sampler" not in save_trajectory(t)  # as records were written before anything else chose
+    chosen = dataclasses.replace(t, sampler="value-guided best of 4")
+    again = load_trajectory(save_trajectory(chosen))
+    assert (again.sampler, again.trainable) == ("value-guided best of 4", False)
+    assert not TrajectoryBuilder.resume(again).build("truncated").trainable

@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+import tyro
 from helpers import cache_folder, compilation_environment
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -142,6 +143,31 @@ def test_evaluation_of_nothing_is_refused(environment, tmp_path):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--candidates 2", "--candidates has no effect here; it needs --guided"),
+        ("--guided best --candidates 1", "--candidates is 1; it must be at least 2"),
+        ("--guided best --beam 2", "--beam has no effect here; it needs --guided beam"),
+        ("--guided beam --beam 1", "--beam is 1; it must be at least 2 (a beam of width 1 is --guided best)"),
+        ("--guided best --greedy", "--greedy and --guided exclude each other: they sample"),
+        ("--guided best --budget fixed", "--guided and --budget exclude each other"),
+        ("--budget-steps 3", "--budget-steps has no effect here; it needs --budget"),
+        ("--budget fixed --patience 2", "--patience has no effect here; it needs --budget dynamic"),
+        ("--budget dynamic --budget-tokens 0", "--budget-tokens is 0; it must be at least 1"),
+        ("--budget dynamic --drop 1", "drop is 1.0; it must lie in [0, 1)"),
+    ],
+)
+def test_an_evaluation_that_makes_no_sense_is_refused_before_anything_is_read(arguments, says):
+    from experiments import evaluate
+
+    flags = tyro.cli(evaluate.Flags, args=["run", *arguments.split()])
+    with pytest.raises(ValueError) as error:
+        evaluate.check(flags)
+        evaluate.chosen(flags)
+    assert str(error.value) == says
+
+
 # -- whole runs --------------------------------------------------------------------------------------------------------
 
 
@@ -158,6 +184,13 @@ def test_a_run_ends_with_its_figures_and_can_be_evaluated(environment, tmp_path)
     assert result.returncode == 0, result.stderr
     last = json.loads(result.stdout.strip().splitlines()[-1])
     assert (last["version"], last["n"]) == (8, 8)
+    guided = ("--guided", "beam", "--candidates", "2", "--granularity", "2", "--show", "1")
+    for options in (guided, ("--budget", "dynamic", "--patience", "2")):
+        result = call("-m", "experiments.evaluate", folder, "--n", "8", *options, environment=environment)
+        assert result.returncode == 0, result.stderr
+        last = json.loads(result.stdout.strip().splitlines()[-1])
+        assert (last["version"], last["n"]) == (8, 8)
+        assert last.get("plain", last.get("fixed"))["sampled_tokens"] > 0
     # It is done; a resume has nothing left but to say so, and more rollouts may be asked for.
     result = train("--resume", folder, environment=environment)
     assert result.returncode == 0, result.stderr[-3000:]

@@ -1,0 +1,228 @@
+"""Evaluations in which the critic has a say: which action is taken, how long an attempt goes on.
+
+Both are compared with plain sampling at equal sampled tokens; the tokens of candidates and attempts that were not kept
+count. No reward is looked at before an attempt has been chosen.
+"""
+
+import dataclasses
+import itertools
+import math
+import pathlib
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from sao_jax.data.protocols import TaskFamily
+from sao_jax.data.trajectory import Trajectory
+from sao_jax.report.intervals import mean_interval, wilson
+from sao_jax.rollout.agents import Failure
+from sao_jax.rollout.budget import Budget, Cut, FixedBudget
+from sao_jax.rollout.budgeted import Budgeted, budgeted_attempt
+from sao_jax.rollout.engine import Engine
+from sao_jax.rollout.guided import Search, guided_attempt, valued_prefix
+from sao_jax.rollout.lanes import Drawn, Played, play
+from sao_jax.rollout.values import PrefixValues
+from sao_jax.runtime.config import RunConfig
+from sao_jax.runtime.devices import data_mesh
+from sao_jax.runtime.evaluation import FIRST_ID, SUCCESS
+from sao_jax.runtime.run import family_and_context, make_engine, make_learner, restored_state
+
+
+def _nothing(*_) -> None:
+    pass
+
+
+@dataclasses.dataclass
+class Guide:
+    """A run's sampler and critic. Attempts have ids of their own, hence random numbers of their own, in the order of
+    the calls."""
+
+    engine: Engine
+    family: TaskFamily
+    values: PrefixValues
+    config: RunConfig
+    context: int
+    check: Callable[[], None] = _nothing
+    report: Callable[[int], None] = _nothing
+    _next_id: int = FIRST_ID
+
+    @property
+    def stop_ids(self) -> set[int]:
+        return {self.family.tokenizer.encode(character)[0] for character in self.family.stop}
+
+    def run(self, tasks: Sequence[int], make: Callable, *, width: int = 1, **labels) -> list[Played]:
+        """One attempt at each held-out instance; `make(family, instance, **labels of the episode)` makes it.
+
+        Attempts that fail are made again, up to the run's `max_attempts`: that says nothing about the policy.
+        """
+        found: dict[int, Played] = {}
+        todo = list(range(len(tasks)))
+        for number in range(self.config.max_attempts):
+            attempts = []
+            for place in todo:
+                first, self._next_id = self._next_id, self._next_id + width
+                own = dict(rollout=first, attempt=number, seed=self.config.seed, context=self.context)
+                own |= dict(temperature=self.config.temperature, limit_bootstrap=self.config.limit_bootstrap)
+                instance = self.family.instance("test", tasks[place])
+                attempts.append((first, make(self.family, instance, **own, **labels)))
+            slow = None if self.family.fast else (self.config.env_workers, self.config.env_timeout)
+            played = play(self.engine, attempts, width=width, temperature=self.config.temperature, value=self.values,
+                          slow=slow, check=self.check, report=self.report)  # fmt: skip
+            for place, now in zip(todo, played, strict=True):
+                before = found[place].sampled if place in found else 0
+                found[place] = Played(now.result, before + now.sampled)
+            todo = [place for place in todo if _failed(found[place].result)]
+            if not todo:
+                break
+        if todo and len(todo) == len(tasks):
+            raise ValueError(f"all {len(tasks)} attempts failed; the last: {_outcome(found[todo[-1]].result).reason}")
+        return [found[place] for place in range(len(tasks))]
+
+
+def restored_guide(config: RunConfig, folder: pathlib.Path) -> tuple[Guide, int]:
+    """The newest policy and critic of a run, and their version. Raises ValueError for a run without a critic."""
+    if not config.has_critic:
+        raise ValueError(f"{folder} has no critic (--baseline {config.baseline}), so there are no values to go by")
+    if config.temperature == 0:
+        raise ValueError("the run samples greedily (--temperature 0), so there is nothing to choose from")
+    family, context = family_and_context(config)
+    learner = make_learner(config, family, context, data_mesh(config.devices))
+    state, version = restored_state(folder, learner)
+    engine = make_engine(config, family, context, learner.published_policy(), learner.mesh)
+    engine.publish(state["policy"], version)
+    values = PrefixValues(learner.programs.config, state["critic"], context=context)
+    return Guide(engine, family, values, config, context), version
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """`figures` for a line of JSON, and the trajectories that were chosen, by instance."""
+
+    figures: dict[str, Any]
+    trajectories: list[Trajectory]
+
+
+def guided_evaluation(guide: Guide, count: int, search: Search) -> Comparison:
+    """Value-guided attempts at the first `count` held-out instances, and plain ones that sample as many tokens.
+
+    Plain attempts are made in rounds over all instances until the tokens are spent. They count in three ways: `plain`,
+    the share of them that succeed, since whoever samples one of k attempts has that chance; `plain_ranked`, the attempt
+    of each instance whose last action the critic values most; `plain_any`, whether one of an instance's attempts
+    succeeds, which only a verifier could tell.
+    """
+    played = guide.run(range(count), lambda *a, **labels: guided_attempt(*a, search, **labels), width=search.width)
+    spent = sum(p.sampled for p in played)
+    solved = sum(_reward(p.result) >= SUCCESS for p in played)
+    rounds: list[list[Played]] = []
+    while not rounds or sum(p.sampled for p in itertools.chain(*rounds)) < spent:
+        left = spent - sum(p.sampled for p in itertools.chain(*rounds))
+        cost = statistics.fmean(p.sampled for p in itertools.chain(*rounds)) if rounds else 0.0
+        tasks = range(count if not rounds else min(count, max(1, round(left / max(cost, 1.0)))))
+        rounds.append(guide.run(tasks, plain_attempt))
+    by_task = [[r[task] for r in rounds if task < len(r)] for task in range(count)]
+    made = [p.result.outcome for p in itertools.chain(*by_task)]
+    values = iter(guide.values([ending(t, guide.stop_ids) for t in made if isinstance(t, Trajectory)]).tolist())
+    ranked = any_of = 0
+    shares = []
+    for attempts in by_task:
+        wins = [_reward(p.result) >= SUCCESS for p in attempts]
+        worth = [-math.inf if _failed(p.result) else next(values) for p in attempts]
+        ranked += wins[int(np.argmax(worth))]
+        any_of += any(wins)
+        shares.append(statistics.fmean(wins))
+    tokens = sum(p.sampled for p in itertools.chain(*by_task))
+    won = sum(_reward(p.result) >= SUCCESS for p in itertools.chain(*by_task))
+    plain = dict(zip(("success", "low", "high"), mean_interval(shares), strict=True))
+    plain |= {"attempts": len(made), "sampled_tokens": tokens, "solved_per_1k_tokens": 1000 * won / tokens}
+    figures = _success(solved, count) | {
+        "search": search.name,
+        "failed": sum(_failed(p.result) for p in played),
+        "sampled_tokens": spent,
+        "solved_per_1k_tokens": 1000 * solved / spent,
+        "plain": plain,
+        "plain_ranked": ranked / count,
+        "plain_any": any_of / count,
+    }
+    return Comparison(figures, [p.result for p in played if isinstance(p.result, Trajectory)])
+
+
+def plain_attempt(*args, **labels):
+    """Sampling to the task's own end."""
+    return budgeted_attempt(*args, FixedBudget(), **labels)
+
+
+def ending(t: Trajectory, stop_ids: set[int]) -> np.ndarray:
+    """The prefix whose value ranks a whole attempt: that of its last action, see `guided.valued_prefix`."""
+    last = int(np.flatnonzero(t.action_mask)[-1])
+    action = t.tokens[t.action_mask & (t.step_ids == t.step_ids[last])]
+    done = "stop" if int(action[-1]) in stop_ids else "length"
+    return valued_prefix(t.tokens[: last + 1], Drawn(action, action, action, done))
+
+
+def budget_evaluation(guide: Guide, count: int, budget: Budget, fixed: FixedBudget) -> Comparison:
+    """Attempts at the first `count` held-out instances under a budget that may spend what `fixed` spends on them.
+
+    A dynamic budget cuts attempts and gives the tokens that this saves to restarts, in rounds: every attempt of a
+    round ends before it is decided who begins anew, so nothing depends on which of them ends first. The answer to an
+    instance is its latest attempt; one that was cut and not begun anew has none. With `budget` fixed there is nothing
+    to compare with.
+    """
+    base = guide.run(range(count), lambda *a, **labels: budgeted_attempt(*a, fixed, **labels))
+    granted = sum(p.sampled for p in base)
+    won = sum(_reward(p.result) >= SUCCESS for p in base)
+    figures = {"sampled_tokens": granted, "solved_per_1k_tokens": 1000 * won / granted}
+    figures |= {"cut": sum(bool(p.result.cut) for p in base), "failed": sum(_failed(p.result) for p in base)}
+    figures = _success(won, count) | figures
+    if not budget.judges:
+        return Comparison(figures, [o for p in base if isinstance(o := _outcome(p.result), Trajectory)])
+
+    latest: dict[int, Played] = {}
+    restarts, spent, whole, todo = [0] * count, 0, [], list(range(count))
+    cuts = rounds = 0
+    while todo:
+        played = guide.run(todo, lambda *a, **labels: budgeted_attempt(*a, budget, **labels))
+        rounds += 1
+        for task, p in zip(todo, played, strict=True):
+            latest[task] = p
+            spent += p.sampled
+            cuts += bool(p.result.cut)
+            if not p.result.cut:
+                whole.append(p.sampled)
+        cut = [Cut(task, p.result.progress.values[0], restarts[task]) for task, p in latest.items() if p.result.cut]
+        cost = statistics.fmean(whole) if whole else granted / count
+        todo = sorted(budget.restarts(cut, granted - spent, cost))
+        for task in todo:
+            restarts[task] += 1
+    solved = sum(_reward(p.result) >= SUCCESS for p in latest.values())
+    own = {
+        "sampled_tokens": spent,
+        "solved_per_1k_tokens": 1000 * solved / spent,
+        "cut": cuts,
+        "restarts": sum(restarts),
+        "unanswered": sum(bool(p.result.cut) for p in latest.values()),
+        "rounds": rounds,
+        "failed": sum(_failed(p.result) for p in latest.values()),
+        "fixed": figures,
+    }
+    kept = [o for task in range(count) if isinstance(o := _outcome(latest[task].result), Trajectory)]
+    return Comparison(_success(solved, count) | own, kept)
+
+
+def _success(solved: int, count: int) -> dict[str, float]:
+    low, high = wilson(solved, count)
+    return {"success": solved / count, "low": low, "high": high, "n": count}
+
+
+def _outcome(result) -> Trajectory | Failure:
+    return result.outcome if isinstance(result, Budgeted) else result
+
+
+def _failed(result) -> bool:
+    return isinstance(_outcome(result), Failure)
+
+
+def _reward(result) -> float:
+    outcome = _outcome(result)
+    return 0.0 if isinstance(outcome, Failure) else outcome.total_reward
