@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import safetensors
@@ -212,7 +213,7 @@ class TrajectoryBuilder:
         self._append(prompt)
 
     def _begin(self, labels: dict) -> None:
-        self.labels = labels
+        self._labels = labels
         self._chunks: list[dict[str, np.ndarray]] = []
         self._starts: list[int] = []  # position of each chunk's first token
         self._length, self._actions = 0, 0
@@ -260,11 +261,6 @@ class TrajectoryBuilder:
     def tokens(self) -> np.ndarray:
         """int32 [T]: all tokens so far, what a sampler must hold to go on."""
         return self._since(0, "tokens")
-
-    @property
-    def reward_parts(self) -> dict[str, float]:
-        """Totals by name so far."""
-        return dict(self._parts)
 
     def add_action(self, tokens: Sequence[int], logp: Sequence[float], version: Sequence[int]) -> None:
         """A piece of an action as sampled; pieces join until `end_action` or an observation.
@@ -320,8 +316,12 @@ class TrajectoryBuilder:
         arrays = {name: self._since(0, name) for name in COLUMNS}
         for array in arrays.values():
             array.flags.writeable = False
+        return check_trajectory(Trajectory(**arrays, **self.scalars(end, reason, timings)))
+
+    def scalars(self, end: str, reason: str = "", timings: Mapping[str, float] | None = None) -> dict[str, Any]:
+        """What a record says of the whole trajectory, as it is now: all fields of `Trajectory` but the columns."""
         extra = dict(end=end, reason=reason, reward_parts=dict(self._parts), timings=dict(timings or {}))
-        return check_trajectory(Trajectory(**arrays, **self.labels, **extra))
+        return self._labels | extra
 
     def take_segment(self, *, forget: bool = False) -> tuple[int, dict[str, np.ndarray]]:
         """Ends a segment: the position of its first token and its columns, those since the last call.
@@ -372,13 +372,23 @@ class TrajectoryBuilder:
 
 def save_trajectory(t: Trajectory) -> bytes:
     """Safetensors bytes: arrays as tensors, the rest as JSON in the metadata. Equal input, equal bytes."""
-    scalars = {f.name: getattr(t, f.name) for f in dataclasses.fields(t) if f.name not in COLUMNS}
+    return save_record(t, _METADATA_KEY)
+
+
+def save_record(record: Trajectory, key: str) -> bytes:
+    """Safetensors bytes with what is no column as JSON under `key` of the metadata."""
+    scalars = {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name not in COLUMNS}
     scalars |= {name: dict(scalars[name]) for name in ("reward_parts", "timings")}
-    if not t.sampler:
+    if not record.sampler:
         del scalars["sampler"]  # as in records written before there was one
     text = json.dumps(scalars, sort_keys=True)
-    arrays = {name: np.ascontiguousarray(getattr(t, name)) for name in COLUMNS}
-    return safetensors.numpy.save(arrays, metadata={_METADATA_KEY: text})
+    arrays = {name: np.ascontiguousarray(getattr(record, name)) for name in COLUMNS}
+    return safetensors.numpy.save(arrays, metadata={key: text})
+
+
+def read_scalars(text: str) -> dict[str, Any]:
+    """Inverse of the JSON of `save_record`."""
+    return json.loads(text)
 
 
 def load_trajectory(data: bytes) -> Trajectory:
@@ -386,7 +396,7 @@ def load_trajectory(data: bytes) -> Trajectory:
     try:
         arrays = safetensors.numpy.load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        scalars = json.loads(header["__metadata__"][_METADATA_KEY])
+        scalars = read_scalars(header["__metadata__"][_METADATA_KEY])
         t = Trajectory(**arrays, **scalars)
     except (
         safetensors.SafetensorError,
