@@ -25,6 +25,10 @@ SMALL = dict(dim=64, layers=2, heads=2, kv_heads=1, head_dim=32, mlp_dim=128)
 ENDLESS = SMALL | dict(
     task="calculator", batch_size=16, warm_start_steps=0, preheat_rollouts=0, rollouts=10**6, eval_every=0, eval_tasks=8
 )
+PROOF = "proof:level=0,top=2"  # of 4 to 16 steps
+DIALOGUE = "dialogue:turns=0"  # of 8, 16 or 32
+# Flags of the run that makes the starting policy of a task.
+STARTS: Mapping[str, Mapping[str, Any]] = {PROOF: dict(context_window=128, warm_start_steps=300)}
 SHORT = dict(batch_size=16, eval_every=16)  # of presets with many cells, which take 2,048 rollouts
 
 # SAO in the form that is compared, and what each method changes. The learning rate is the best of four for SAO, GRPO
@@ -127,6 +131,9 @@ PRESETS: Mapping[str, Preset] = {
         ("sao", "grpo", "reinforce"), flags=dict(task="contest:level=1", env_seconds=None, env_sigma=None, clock="wall")
     ),
     "repair": Preset(("sao", "grpo", "reinforce"), flags=dict(task="repair:level=1")),
+    # Trained on short proofs, see the claim proof-length for how long ones they then find.
+    "proof": Preset(("sao", "grpo", "reinforce"), seeds=3, flags=dict(task=PROOF, context_window=128), budget=3072),
+    "dialogue": Preset(("sao", "grpo", "reinforce"), seeds=3, flags=dict(task=DIALOGUE)),
     # Simulated environments of growing spread, the median fixed; nothing is evaluated, the clock is what counts.
     "clock": Preset(
         ("sao", "reinforce", "grpo", "grpo synchronous"),

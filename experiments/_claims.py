@@ -13,6 +13,7 @@ from experiments._claims_compression import CLAIMS as COMPRESSION
 from experiments._claims_guided import CLAIMS as GUIDED
 from experiments._claims_runtime import hot_spots, recovery, scheduling_latency, throughput, utilization
 from experiments._claims_segments import CLAIMS as SEGMENTS
+from experiments._claims_tasks import CLAIMS as TASKS
 from experiments.ablate import Flags as AblateFlags
 from experiments.ablate import compare, finish_run, plan, warm_flags, warm_folder
 from sao_jax.report import comparison
@@ -273,7 +274,7 @@ CLAIMS: dict[str, Claim] = {
     "recovery": Claim("from a fault until work goes on", None, None, 1.0, "times shorter than a minute", recovery),
     "update-latency": Claim("from minutes to seconds", None, None, 60.0, "times shorter", update_latency),
 }  # fmt: skip
-CLAIMS |= COMPRESSION | SEGMENTS | GUIDED
+CLAIMS |= SEGMENTS | COMPRESSION | TASKS | GUIDED
 
 
 def verdict(effect: Interval, reported: float, null: float = 0.0) -> str:

@@ -31,7 +31,7 @@ if not __package__:
     sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from experiments import _cli
-from experiments._ablations import BASE, BUDGET, FIRST_SEED, METHODS, PRESETS, Preset
+from experiments._ablations import BASE, BUDGET, FIRST_SEED, METHODS, PRESETS, STARTS, Preset
 from sao_jax.envs.registry import make_family
 from sao_jax.runtime.config import RunConfig
 
@@ -113,7 +113,7 @@ def warm_flags(task: str, seed: int, quick: bool) -> dict[str, Any]:
     flags = dict(task=task, seed=seed, baseline="batch_mean", rollouts=0, eval_tasks=64, devices=1, clock="cpu")
     if not make_family(task).fast:
         flags["clock"] = "wall"
-    return flags | (dict(warm_start_steps=300, demonstrations=4000) if quick else {})
+    return flags | STARTS.get(task, {}) | (dict(warm_start_steps=300, demonstrations=4000) if quick else {})
 
 
 def warm_folder(results: pathlib.Path, task: str, seed: int, quick: bool) -> pathlib.Path:

@@ -36,6 +36,10 @@ class Flags:
     """Rows of the sampler (default: as in training)."""
     devices: int | None = None
     """Devices to use (default: as in training)."""
+    task: str | None = None
+    """Another task with the same alphabet, such as a harder level (default: as in training)."""
+    context_window: int | None = None
+    """Tokens that the policy sees at a time (default: as in training)."""
     guided: Literal["best", "beam"] | None = None
     """The critic ranks candidate actions, and the best go on; compared with plain sampling at equal sampled tokens."""
     candidates: int | None = None
@@ -73,6 +77,7 @@ LIMITS = ("budget_steps", "budget_tokens")
 def check(flags: Flags) -> None:
     """Raises ValueError for what cannot be, or would have no effect."""
     lows = dict(n=1, show=0, slots=1, devices=1, candidates=2, granularity=1, budget_steps=1, budget_tokens=1)
+    lows |= dict(context_window=8)
     for name, low in lows.items():
         value = getattr(flags, name)
         if value is not None and value < low:
@@ -96,11 +101,14 @@ def main(stop) -> None:
     flags = _cli.parse(Flags, __doc__.splitlines()[0])
     search, budgets = chosen(flags)
     from sao_jax.runtime.devices import prepare_backend
-    from sao_jax.runtime.run import read_config
+    from sao_jax.runtime.run import on_task, read_config
 
     folder = pathlib.Path(flags.run)
     config = read_config(folder)
-    config = dataclasses.replace(config, slots=flags.slots or config.slots, devices=flags.devices or config.devices)
+    if flags.task is not None:
+        config = on_task(config, flags.task)
+    given = {name: getattr(flags, name) for name in ("slots", "devices", "context_window")}
+    config = dataclasses.replace(config, **{name: value for name, value in given.items() if value is not None})
     prepare_backend(config.devices)
     if search or budgets:
         led_by_critic(flags, config, folder, search, budgets, stop)

@@ -89,6 +89,8 @@ def restored_guide(config: RunConfig, folder: pathlib.Path) -> tuple[Guide, int]
         raise ValueError(f"{folder} has no critic (--baseline {config.baseline}), so there are no values to go by")
     if config.temperature == 0:
         raise ValueError("the run samples greedily (--temperature 0), so there is nothing to choose from")
+    if config.context_window:
+        raise ValueError("the critic values whole prefixes; a run with --context-window cannot be led by it")
     family, context = family_and_context(config)
     learner = make_learner(config, family, context, data_mesh(config.devices))
     state, version = restored_state(folder, learner)

@@ -190,10 +190,18 @@ def restored_state(folder: pathlib.Path, learner: Learner) -> tuple[dict, int]:
     return state, meta["version"]
 
 
+def on_task(config: RunConfig, task: str) -> RunConfig:
+    """The configuration of a run for attempts at another task. Raises ValueError if it has another alphabet."""
+    if not same_vocabulary(make_family(task).tokenizer, make_family(config.task).tokenizer):
+        raise ValueError(f"task {task} has another alphabet or vocabulary than {config.task}")
+    return dataclasses.replace(config, task=task, max_tokens=None)
+
+
 def restored_agents(config: RunConfig, folder: pathlib.Path) -> tuple[Agents, int]:
     """A sampler with the newest weights of a run, for evaluation; and their version."""
     family, context = family_and_context(config)
-    learner = make_learner(config, family, context, data_mesh(config.devices))
+    # The learner is there for the shapes of its state, and has no batch to hold.
+    learner = make_learner(dataclasses.replace(config, batch_size=1), family, context, data_mesh(config.devices))
     state, version = restored_state(folder, learner)
     engine = make_engine(config, family, context, learner.published_policy(), learner.mesh)
     engine.publish(state["policy"], version)
