@@ -7,12 +7,12 @@ from typing import Any
 from experiments._claim import Claim, Measured, Request
 from sao_jax.report.intervals import mean_interval
 
-TASK = "mathword:level=4"
 LENGTHS = (1024, 4096, 16_384, 65_536)  # tokens of a trajectory; the figure is that of the third
 SEGMENT = 100
 BOUND = 2.0  # per cent that compression may cost in value error and in log-likelihood
-QUICK = dict(dim=64, heads=2, head_dim=32, mlp_dim=64, attempts=64, codec_attempts=64, test_attempts=16)
-QUICK |= dict(model_steps=20, codec_steps=5)
+FULL = dict(task="dialogue:turns=16")  # what was told early is needed late
+QUICK = dict(task="mathword:level=4", dim=64, heads=2, head_dim=32, mlp_dim=64, attempts=64, codec_attempts=64)
+QUICK |= dict(test_attempts=16, model_steps=20, codec_steps=5)
 
 
 def history_bytes(model, codec, tokens: int) -> int:
@@ -41,7 +41,7 @@ def compression(asked: Request) -> Measured:
     from sao_jax.runtime.compression import CompressionConfig, compare
 
     seeds = list(range(asked.seeds or (1 if asked.quick else 3)))
-    configs = [CompressionConfig(task=TASK, seed=seed, **(QUICK if asked.quick else {})) for seed in seeds]
+    configs = [CompressionConfig(seed=seed, **(QUICK if asked.quick else FULL)) for seed in seeds]
     config, runs = configs[0], [compare(c, check=asked.check) for c in configs]
     model = config.model(1)
     codecs = {kind: config.codec(model, kv_width(model), kind) for kind in KINDS}

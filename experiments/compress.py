@@ -19,13 +19,14 @@ OF_A_MODEL = {"task", "dim", "layers", "heads", "head_dim", "mlp_dim"}
 
 
 def main(stop) -> None:
-    prepare_backend()
     from sao_jax.runtime.compression import CompressionConfig, compare
 
     config = _cli.parse(CompressionConfig, __doc__.splitlines()[0])
     if config.run is not None and (wrong := sorted(_cli.given() & OF_A_MODEL)):
         names = ", ".join("--" + name.replace("_", "-") for name in wrong)
         raise ValueError(f"{names}: no effect with --run, whose task and model are given")
+    config.check()
+    prepare_backend(config.devices)
     records = compare(config, lambda line: print(line, file=sys.stderr, flush=True), stop.check)
     show(records)
     print(json.dumps(records))

@@ -79,7 +79,9 @@ class CompressionConfig:
     critic_lr: float = 1e-3
     """Learning rate of critics that read a memory."""
     seed: int = 0
-    """Seed of instances, weights and batches."""
+    """Seed of the expert's choices, weights and batches."""
+    devices: int | None = None
+    """Devices to use (default: all)."""
 
     def check(self) -> None:
         """Raises ValueError for values that are not allowed, or that would have no effect."""
@@ -120,7 +122,7 @@ class Bench:
 
     def __init__(self, config: CompressionConfig, report: Callable[[str], None], check: Callable[[], None]):
         self.config, self.check, self.report = config, check, report
-        self.mesh = data_mesh()
+        self.mesh = data_mesh(config.devices)
         self.by_row = jax.NamedSharding(self.mesh, jax.P("data"))
         self.everywhere = jax.NamedSharding(self.mesh, jax.P())
         policy = None

@@ -2,13 +2,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import MODEL, quick_compile  # noqa: F401
 
 from sao_jax.learner import compression
 from sao_jax.models import compressor, memory
 from sao_jax.models.compressor import CompressorConfig
 from sao_jax.models.decoder import bind, init_params
 from sao_jax.runtime.devices import data_mesh
-from tests.helpers import MODEL, quick_compile  # noqa: F401
 
 B, T, SEGMENT = 4, 8, 4
 WEIGHTS = {k: jnp.float32(v) for k, v in compression.WEIGHTS.items()}

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import quick_compile  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sao_jax.models import compressor
 from sao_jax.models.compressor import Code, CompressorConfig
-from tests.helpers import quick_compile  # noqa: F401
 
 TINY = CompressorConfig(width_in=6, width=2, experts=3, top_k=2)
 

@@ -2,11 +2,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import MODEL, quick_compile  # noqa: F401
 
 from sao_jax.models import compressor, memory
 from sao_jax.models.compressor import CompressorConfig
 from sao_jax.models.decoder import bind, init_params, rotary_angles
-from tests.helpers import MODEL, quick_compile  # noqa: F401
 
 CODEC = CompressorConfig(memory.kv_width(MODEL), 4, 2, 1)
 T, SEGMENT = 12, 4

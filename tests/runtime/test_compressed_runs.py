@@ -5,6 +5,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from helpers import MODEL_FLAGS, SilentDisplay, quick_compile  # noqa: F401
 
 from experiments._claims_compression import history_bytes, within
 from sao_jax.envs.registry import make_family
@@ -14,7 +15,8 @@ from sao_jax.models.memory import kept_positions
 from sao_jax.runtime import compression
 from sao_jax.runtime.compression import CompressionConfig
 from sao_jax.runtime.compression_data import play
-from tests.helpers import quick_compile  # noqa: F401
+from sao_jax.runtime.config import RunConfig
+from sao_jax.runtime.train import train
 
 SMALL = CompressionConfig(
     task="calculator:level=1",
@@ -31,6 +33,7 @@ SMALL = CompressionConfig(
     codec_steps=2,
     batch_tokens=32,
     kinds="moe,truncation",
+    devices=2,
 )
 
 
@@ -84,6 +87,20 @@ def test_a_comparison_has_a_record_of_each_use_and_kind():
             whole = next(r for r in records if (r["use"], r["kind"]) == (record["use"], "none"))
             assert record["bytes_per_token"] < 0.35 * whole["bytes_per_token"]
             assert record["value_change"] == pytest.approx(100 * (record["value"] / whole["value"] - 1))
+
+
+@pytest.mark.slow
+def test_the_policy_of_a_run_is_compressed_on_its_own_attempts(tmp_path):
+    flags = dict(
+        task="tiny:turns=2", warm_start_steps=0, preheat_rollouts=0, rollouts=4, batch_size=4, slots=4, devices=2
+    )
+    train(RunConfig(**MODEL_FLAGS, **flags, eval_every=0, eval_tasks=2).resolved(), tmp_path, SilentDisplay())
+    config = dataclasses.replace(SMALL, run=str(tmp_path), segment=4, compress="kv", attempts=8, test_attempts=4)
+    records = compression.compare(config)
+    assert [r["kind"] for r in records] == ["none", "moe", "truncation"]
+    # One key/value head of width 8: 16 numbers per token, a quarter of which is kept.
+    assert [r["bytes_per_token"] for r in records] == [64, 17, 16]
+    assert 0 < records[0]["nll"] < 20
 
 
 def test_blank_rows_of_the_last_batch_count_nothing():
