@@ -16,7 +16,9 @@ with less context than it sampled with: the difference enters the importance rat
 
 Gradients flow within a row, its carried context included (keys and values of context tokens are computed with the
 present weights and differentiated), and never into a token that the row does not hold. This is all that is truncated:
-advantages, targets and counts are those of the whole trajectory, see `learner.links`.
+advantages, targets and counts are those of the whole trajectory, see `learner.window.links`. Activations therefore
+follow the row's length alone. What follows the trajectory's is the buffer of a batch, laid out ahead for the longest
+trajectories in the most windows they can have: 29 bytes a token, about four times over.
 
 What the dropped tokens `head .. start` have said is lost to the model. A compressed memory of them has its place
 between `tokens[:head]` and `tokens[start:]`: vectors computed from the hidden states of finished windows, in front of

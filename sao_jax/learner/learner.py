@@ -140,11 +140,13 @@ class Learner:
         rows = [n for chain in chains for n in chain]
         chosen = set(rows)
         for index in sorted({self.layout.window(n) for n in rows}):
-            live = place(self._live(index, chosen), self._by_device)
+            live = self._live(index, chosen)
             self._check()
             start = time.monotonic()
-            self._buffer = self.programs.links(self.state, self._buffer, self._indices[index], live, self.numbers)
-            self.watch(start, self._buffer["links"], 1.0, "links")
+            self._buffer = self.programs.links(
+                self.state, self._buffer, self._indices[index], place(live, self._by_device), self.numbers
+            )
+            self.watch(start, self._buffer["links"], live.mean(axis=1)[self._own], "links")
         order = np.full(self.layout.devices * self.layout.slots, self.layout.devices * self.layout.slots, np.int32)
         places = [self.layout.place(n) for n in reversed(rows)]
         order[: len(places)] = [device * self.layout.slots + slot for device, slot in places]

@@ -33,6 +33,7 @@ class _Batch:
     rewards: list[float] = dataclasses.field(default_factory=list)
     lengths: list[int] = dataclasses.field(default_factory=list)
     turns: list[int] = dataclasses.field(default_factory=list)
+    windows: list[int] = dataclasses.field(default_factory=list)
     stale: list[int] = dataclasses.field(default_factory=list)
     ages: list[float] = dataclasses.field(default_factory=list)
     ended: list[float] = dataclasses.field(default_factory=list)
@@ -84,6 +85,7 @@ class LoopMetrics:
         b.rewards.append(t.total_reward)
         b.lengths.append(t.num_action_tokens)
         b.turns.append(t.num_steps)
+        b.windows.append(1 + len(t.windows))
         b.stale.append(stale)
         b.ages.append(now - ended)
         b.ended.append(ended)
@@ -181,6 +183,7 @@ def _host_metrics(b: _Batch) -> dict[str, float]:
         "response_length/mean": float(np.mean(b.lengths)),
         "response_length/max": max(b.lengths),
         "response_length/turns": float(np.mean(b.turns)),
+        "response_length/windows": float(np.mean(b.windows)),
     }
 
 

@@ -23,6 +23,7 @@ KILLS = int(os.environ.get("SAO_CHAOS_KILLS", "5"))
 ROOT = pathlib.Path(__file__).parents[2]
 # By its file, so that other processes find it. A part of each attempt is stored after its first action.
 TASK = f"{ROOT}/tests/helpers.py:Tiny:turns=2"
+LONG_TASK = f"{ROOT}/tests/helpers.py:Tiny:turns=6,tokens=48"
 FLAGS = dict(
     **MODEL_FLAGS, task=TASK, rollouts=48, batch_size=4, slots=8, burst=4, segment_steps=1, warm_start_steps=3,
     demonstrations=20, warm_start_batch=8, preheat_rollouts=8, preheat_epochs=2, eval_tasks=4, eval_every=0,

@@ -12,6 +12,7 @@ from helpers import SilentDisplay, quick_compile  # noqa: F401
 from invariants import (
     FLAGS,
     KILLS,
+    LONG_TASK,
     SEED,
     TASK,
     attempts_under_way,
@@ -59,13 +60,17 @@ def kill(pids):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "count"),
-    [(dict(workers=2), KILLS), (dict(devices=2), -(-KILLS // 2))],
-    ids=["three-processes", "one-process"],
+    [
+        (dict(workers=2), KILLS),
+        (dict(devices=2), -(-KILLS // 2)),
+        (dict(task=f"{LONG_TASK},wait=0.02", context_window=16), -(-KILLS // 2)),
+    ],
+    ids=["three-processes", "one-process", "context-window"],
 )
 def test_a_run_that_is_killed_at_random_moments_loses_and_repeats_nothing(tmp_path, training, flags, count):
     """Every other time only the learner is killed, and its rollout processes end by themselves."""
     rng, folder = random.Random(f"{SEED}/{sorted(flags)}"), tmp_path / "run"
-    flags, orphans = FLAGS | flags | dict(rollouts=32 * count, task=f"{TASK},wait=0.05"), 0
+    flags, orphans = FLAGS | dict(task=f"{TASK},wait=0.05") | flags | dict(rollouts=32 * count), 0
     for number, moment in enumerate(moments(rng, count)):
         process = training(folder, **flags)
         wait_for(process, folder, *moment)
