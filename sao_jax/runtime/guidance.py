@@ -78,8 +78,6 @@ class Guide:
             todo = [place for place in todo if _failed(found[place].result)]
             if not todo:
                 break
-        if todo and len(todo) == len(tasks):
-            raise ValueError(f"all {len(tasks)} attempts failed; the last: {_outcome(found[todo[-1]].result).reason}")
         return [found[place] for place in range(len(tasks))]
 
 
@@ -119,6 +117,7 @@ def guided_evaluation(guide: Guide, count: int, search: Search) -> Comparison:
         return guided_attempt(family, instance, search, **labels)
 
     played = guide.run(range(count), guided, what="guided", width=search.width)
+    _require_one(played)
     spent = sum(p.sampled for p in played)
     solved = sum(_reward(p.result) >= SUCCESS for p in played)
     rounds: list[list[Played]] = []
@@ -180,6 +179,7 @@ def budget_evaluation(guide: Guide, count: int, budget: Budget, fixed: FixedBudg
         return lambda task, family, instance, **labels: budgeted_attempt(family, instance, budget, **labels)
 
     base = guide.run(range(count), begun(fixed), what="fixed")
+    _require_one(base)
     granted = sum(p.sampled for p in base)
     won = sum(_reward(p.result) >= SUCCESS for p in base)
     figures = {"sampled_tokens": granted, "solved_per_1k_tokens": 1000 * won / granted}
@@ -234,6 +234,12 @@ def budget_evaluation(guide: Guide, count: int, budget: Budget, fixed: FixedBudg
 
 def _cut(task: int, seen: Budgeted, restarts: int) -> Cut:
     return Cut(task, seen.progress.values[0], seen.progress.values[-1], seen.progress.tokens, restarts)
+
+
+def _require_one(played: Sequence[Played]) -> None:
+    """Raises ValueError if every attempt failed: then it is not about the policy."""
+    if all(_failed(p.result) for p in played):
+        raise ValueError(f"all {len(played)} attempts failed; the last: {_outcome(played[-1].result).reason}")
 
 
 def _success(solved: int, count: int) -> dict[str, float]:

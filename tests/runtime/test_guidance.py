@@ -103,8 +103,10 @@ def test_failed_attempts_are_made_again_and_their_tokens_count(engine):
     assert not any(isinstance(p.result.outcome, Failure) for p in played)
     assert all(p.result.outcome.attempt == 1 for p in played)
     assert all(p.sampled > p.result.outcome.num_action_tokens for p in played)
+    played = guide(engine, Fickle(2)).run(range(1), plain_attempt)  # one of many restarts may fail
+    assert isinstance(played[0].result.outcome, Failure)
     with pytest.raises(ValueError, match="all 4 attempts failed; the last: environment: RuntimeError: not yet"):
-        guide(engine, Fickle(2)).run(range(4), plain_attempt)
+        guided_evaluation(guide(engine, Fickle(2)), 4, Search(2))
 
 
 def test_a_whole_attempt_is_valued_where_its_last_stop_token_was_chosen(engine):
