@@ -22,7 +22,7 @@ from sao_jax.rollout.budget import Budget, Cut, FixedBudget
 from sao_jax.rollout.budgeted import Budgeted, budgeted_attempt
 from sao_jax.rollout.engine import Engine
 from sao_jax.rollout.guided import Search, guided_attempt, valued_prefix
-from sao_jax.rollout.lanes import Attempt, Drawn, Played, play
+from sao_jax.rollout.lanes import Attempt, Drawn, Played, play, slow_calls
 from sao_jax.rollout.values import PrefixValues
 from sao_jax.runtime.config import RunConfig
 from sao_jax.runtime.devices import data_mesh
@@ -49,6 +49,10 @@ class Guide:
     report: Callable[[int], None] = _nothing  # told how many of them are over
     _next_id: int = FIRST_ID
 
+    def __post_init__(self):
+        config = self.config
+        self._calls = None if self.family.fast else slow_calls(config.env_workers, config.env_timeout)
+
     @property
     def stop_ids(self) -> set[int]:
         return {self.family.tokenizer.encode(character)[0] for character in self.family.stop}
@@ -69,9 +73,8 @@ class Guide:
                 own |= dict(temperature=self.config.temperature, limit_bootstrap=self.config.limit_bootstrap)
                 instance = self.family.instance("test", tasks[place])
                 attempts.append((first, make(tasks[place], self.family, instance, **own)))
-            slow = None if self.family.fast else (self.config.env_workers, self.config.env_timeout)
             played = play(self.engine, attempts, width=width, temperature=self.config.temperature, value=self.values,
-                          slow=slow, check=self.check, report=self.report)  # fmt: skip
+                          calls=self._calls, check=self.check, report=self.report)  # fmt: skip
             for place, now in zip(todo, played, strict=True):
                 before = found[place].sampled if place in found else 0
                 found[place] = Played(now.result, before + now.sampled)
