@@ -9,15 +9,17 @@ import numpy as np
 
 from experiments._ablations import BASE, METHODS, PRESETS
 from experiments._claim import Claim, Interval, Measured, Request, must
+from experiments._claims_compression import CLAIMS as COMPRESSION
 from experiments._claims_guided import CLAIMS as GUIDED
 from experiments._claims_runtime import hot_spots, recovery, scheduling_latency, throughput, utilization
+from experiments._claims_segments import CLAIMS as SEGMENTS
 from experiments.ablate import Flags as AblateFlags
 from experiments.ablate import compare, finish_run, plan, warm_flags, warm_folder
-from sao_jax.report import ablation
+from sao_jax.report import comparison
 from sao_jax.report.intervals import mean_interval
 
 
-def _cells(preset: str, methods: tuple[str, ...], asked: Request) -> list[ablation.Cell]:
+def _cells(preset: str, methods: tuple[str, ...], asked: Request) -> list[comparison.Cell]:
     """Cells of a preset, run where they are missing."""
     chosen = ",".join(methods) if set(methods) != set(PRESETS[preset].methods) else None
     flags = AblateFlags(preset=preset, methods=chosen, results=str(asked.results), quick=asked.quick, seeds=asked.seeds)
@@ -25,7 +27,7 @@ def _cells(preset: str, methods: tuple[str, ...], asked: Request) -> list[ablati
 
 
 def _paired(
-    cells, a: str, b: str, figure: Callable[[ablation.Cell], float]
+    cells, a: str, b: str, figure: Callable[[comparison.Cell], float]
 ) -> tuple[list[float], list[float], list[int]]:
     first, second = ({c.seed: figure(c) for c in cells if c.method == m} for m in (a, b))
     seeds = sorted(first.keys() & second.keys())
@@ -50,7 +52,7 @@ def accuracy(preset: str) -> Callable[..., Measured]:
     return measure
 
 
-def _rollouts_to(c: ablation.Cell, level: float) -> float:
+def _rollouts_to(c: comparison.Cell, level: float) -> float:
     """Rollouts to a level; a run that does not get there counts as its whole budget."""
     reached = c.reaches(level)
     return float(c.rollouts[-1]) if reached is None else reached
@@ -64,7 +66,7 @@ def _saved(a: list[float], b: list[float]) -> list[float]:
 def steps_to_accuracy(asked: Request) -> Measured:
     """Rollouts to 95 % of GRPO's mean final success; a run that does not get there counts as its whole budget."""
     cells = _cells("dis-vs-grpo", ("sao", "grpo"), asked)
-    level = ablation.NEAR * statistics.fmean(c.final for c in cells if c.method == "grpo")
+    level = comparison.NEAR * statistics.fmean(c.final for c in cells if c.method == "grpo")
     a, b, seeds = _paired(cells, "sao", "grpo", lambda c: _rollouts_to(c, level))
     effect = mean_interval(_saved(a, b))
     censored = {m: sum(c.reaches(level) is None for c in cells if c.method == m) for m in ("sao", "grpo")}
@@ -82,7 +84,7 @@ def preheating(asked: Request) -> Measured:
     """Rollouts, preheating included, to 95 % of the final success of SAO without preheating."""
     methods = ("sao", "sao no preheating")
     cells = _cells("preheating", methods, asked)
-    level = ablation.NEAR * statistics.fmean(c.final for c in cells if c.method == methods[1])
+    level = comparison.NEAR * statistics.fmean(c.final for c in cells if c.method == methods[1])
     a, b, seeds = _paired(cells, *methods, lambda c: _rollouts_to(c, level))
     effect = mean_interval(_saved(a, b))
     return Measured(effect, statistics.fmean(a), statistics.fmean(b), seeds, _sizes(cells), {"level": level})
@@ -271,7 +273,7 @@ CLAIMS: dict[str, Claim] = {
     "recovery": Claim("from a fault until work goes on", None, None, 1.0, "times shorter than a minute", recovery),
     "update-latency": Claim("from minutes to seconds", None, None, 60.0, "times shorter", update_latency),
 }  # fmt: skip
-CLAIMS |= GUIDED
+CLAIMS |= COMPRESSION | SEGMENTS | GUIDED
 
 
 def verdict(effect: Interval, reported: float, null: float = 0.0) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 from experiments._ablations import ENDLESS, GRPO, NO_CRITIC, SAO, SMALL
 from experiments._claim import Measured, Request, must
 from experiments.ablate import COMMAND, ROOT, arguments, finish_run, warm_flags, warm_folder
+from sao_jax.envs.calculator import Calculator
 from sao_jax.report.intervals import mean_interval
 from sao_jax.rollout.agents import Failure
 from sao_jax.runtime.config import RunConfig
@@ -301,9 +302,59 @@ def worker_faults(folder: pathlib.Path, repetitions: int, check) -> dict[str, li
     return found
 
 
-def run_faults(folder: pathlib.Path, repetitions: int, check) -> list[dict[str, float]]:
-    """Seconds from a kill of a whole run, started again at once, until it has made an update more than before."""
-    words = arguments(ENDLESS | dict(checkpoint_every=8))
+class Hanging(Calculator):
+    """The calculator, whose environments hang, each in its next step, as often as `hangs` says; `at`: when they did."""
+
+    fast = False
+    hangs, at = 0, 0.0
+
+    def respond(self, problem, actions):
+        if self.hangs:
+            self.hangs, self.at = self.hangs - 1, time.monotonic()
+            threading.Event().wait()
+        return super().respond(problem, actions)
+
+
+def environment_faults(repetitions: int, check) -> list[dict[str, float]]:
+    """Seconds from when an environment hangs until that is noticed, and until its rollout has been sampled anew."""
+    from sao_jax.runtime.devices import data_mesh
+    from sao_jax.runtime.run import make_agents, make_engine, random_policy
+
+    config = RunConfig(**SMALL, slots=16, env_timeout=HUNG_S)
+    family = Hanging()
+    engine = make_engine(config, family, family.max_tokens, random_policy(config, family), data_mesh(1))
+    agents, found = make_agents(config, family, family.max_tokens, engine), []
+    engine.warm_up(check)
+    for repetition in range(repetitions):
+        family.hangs, waiting, times = 1, list(range(16)), {}
+        while "sampled anew" not in times:
+            check()
+            for item in agents.collect():
+                rollout = item.rollout
+                if isinstance(item, Failure) and "no answer" in item.reason:
+                    times["noticed"], again = time.monotonic() - family.at, rollout
+                    waiting.insert(0, rollout)
+                elif "noticed" in times and rollout == again:
+                    times["sampled anew"] = time.monotonic() - family.at
+                else:
+                    waiting.append(rollout)
+            while agents.free > 0 and waiting:
+                agents.start("train", repetition, rollout=waiting.pop(0))
+            agents.dispatch()
+        agents.stop()
+        found.append(times)
+    return found
+
+
+def run_faults(
+    folder: pathlib.Path, repetitions: int, check, kill: Callable[[int], None] | None = None, hosts: int = 1
+) -> list[dict[str, float]]:
+    """Seconds from a fault of a run until it has made an update more than before.
+
+    The fault is a kill of the whole run, which is started again at once; or `kill(pid of the launcher)`, after which
+    the launcher of a run over several hosts has to start it again.
+    """
+    words = arguments(ENDLESS | dict(checkpoint_every=8)) + (["--num-hosts", str(hosts)] if hosts > 1 else [])
     log = folder.with_suffix(".txt").open("w")
 
     def start(*words: str) -> subprocess.Popen:
@@ -327,10 +378,14 @@ def run_faults(folder: pathlib.Path, repetitions: int, check) -> list[dict[str, 
     try:
         until(process, 10)
         for _ in range(repetitions):
-            process.kill()
-            process.wait()
+            if kill is None:
+                process.kill()
+                process.wait()
+            else:
+                kill(process.pid)
             before, begin = updates(), time.monotonic()
-            process = start("--resume", str(folder))
+            if kill is None:
+                process = start("--resume", str(folder))
             until(process, before + 1)
             found.append({"next update": time.monotonic() - begin})
             until(process, before + 4)
@@ -341,12 +396,26 @@ def run_faults(folder: pathlib.Path, repetitions: int, check) -> list[dict[str, 
     return found
 
 
+def kill_follower(launcher: int) -> None:
+    """SIGKILLs the process of the second host."""
+    children = pathlib.Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    for child in children:
+        if "--host-index\x001" in pathlib.Path(f"/proc/{child}/cmdline").read_text():
+            os.kill(int(child), signal.SIGKILL)
+            return
+    raise ValueError("the process of the second host is not there")
+
+
 def recovery(asked: Request) -> Measured:
     """A minute over the slowest recovery, its 95 % quantile over repetitions; every fault is in the notes."""
     repetitions = asked.seeds or (2 if asked.quick else 10)
     with tempfile.TemporaryDirectory() as folder:
         found = worker_faults(pathlib.Path(folder) / "workers", repetitions, asked.check)
+        found["environment hung"] = environment_faults(repetitions, asked.check)
         found["run killed"] = run_faults(pathlib.Path(folder) / "run", repetitions, asked.check)
+        found["host killed"] = run_faults(
+            pathlib.Path(folder) / "hosts", repetitions, asked.check, kill=kill_follower, hosts=2
+        )
     notes = {}
     for fault, cases in found.items():
         for stage in cases[0]:

@@ -256,22 +256,24 @@ def compare(made: Plan, check: Callable[[], None]) -> list:
 
     The tables show every cell of the preset that is there, also of methods that were not asked for this time.
     """
-    from sao_jax.report import ablation
+    from sao_jax.report import comparison, comparison_tables
 
     preset, flags = PRESETS[made.name], made.flags
     with only_one(made.results):
         errors = _run_cells(made, check)
         found = {
-            c: ablation.read_cell(made.folder(c), c.method, dict(c.point), c.seed, errors.get(c, ""))
+            c: comparison.read_cell(made.folder(c), c.method, dict(c.point), c.seed, errors.get(c, ""))
             for c in made.there()
         }
         usual = made.budget == usual_budget(preset, flags.quick)
         name = made.name + "-quick" * flags.quick + ("" if usual else f"-{made.budget}")
-        if ablation.has_more(made.results / name / "runs.csv", list(found.values())):
+        if comparison.has_more(made.results / name / "runs.csv", list(found.values())):
             print(f"{made.results / name} holds runs that this call does not show: it stays")
             name += "-partial"
         where = made.results / name
-        for path in ablation.write(where, list(found.values()), reference=preset.reference, budget=flags.budget):
+        for path in comparison_tables.write(
+            where, list(found.values()), reference=preset.reference, budget=flags.budget
+        ):
             print(path)
     if errors:
         raise _cli.UserError(f"{len(errors)} of {len(made.todo)} runs did not finish; call the command again to go on")

@@ -108,6 +108,7 @@ def main(stop) -> None:
 
     from sao_jax.report.intervals import wilson
     from sao_jax.report.progress import Display
+    from sao_jax.report.recall import recall_by_distance
     from sao_jax.runtime.evaluation import evaluate
     from sao_jax.runtime.run import restored_agents
 
@@ -128,6 +129,8 @@ def main(stop) -> None:
         print(f"reward {t.total_reward:g}  {agents.family.tokenizer.decode(t.tokens)}")
     low, high = wilson(result.successes, flags.n)
     figures = {"success": result.successes / flags.n, "low": low, "high": high, "n": flags.n}
+    if recall := recall_by_distance(t.reward_parts for t in result.trajectories):
+        figures["recall"] = {distance: row["share"] for distance, row in recall.items()}
     print(json.dumps(figures | {"version": version, "greedy": flags.greedy, "failed": result.failed}))
 
 

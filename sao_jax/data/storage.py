@@ -13,6 +13,8 @@ import re
 import zlib
 from pathlib import Path
 
+import numpy as np
+
 _SHARD = re.compile(r"\d{6}\.bin")
 
 
@@ -74,11 +76,7 @@ class TrajectoryStore:
 
     def read(self, location: Location) -> bytes:
         """The record's bytes. Raises ValueError naming file and offset if they are not what was stored."""
-        if not _SHARD.fullmatch(location.file):
-            raise ValueError(f"{location.file!r} is not the name of a shard")
-        path = self._folder / location.file
-        if not path.exists():
-            raise ValueError(f"{path} is gone; a record at offset {location.offset} was stored there")
+        path = self._existing(location)
         with open(path, "rb") as file:
             file.seek(location.offset)
             data = file.read(location.length)
@@ -89,6 +87,16 @@ class TrajectoryStore:
                 f"{path} offset {location.offset}: checksum differs, the {location.length} bytes are damaged"
             )
         return data
+
+    def map(self, location: Location) -> np.ndarray:
+        """The record as a read-only view of its file, uint8 [length]: nothing is read or copied before it is used.
+
+        Its checksum is not looked at. Raises ValueError if the file ends before the record does.
+        """
+        path = self._existing(location)
+        if path.stat().st_size < location.offset + location.length:
+            raise ValueError(f"{path} ends before the record of {location.length} bytes at offset {location.offset}")
+        return np.memmap(path, np.uint8, "r", location.offset, (location.length,))
 
     def truncate_after(self, location: Location | None) -> int:
         """Drops everything after a record (None: everything there is); returns the number of bytes dropped.
@@ -124,6 +132,14 @@ class TrajectoryStore:
 
     def __exit__(self, *_) -> None:
         self.close()
+
+    def _existing(self, location: Location) -> Path:
+        if not _SHARD.fullmatch(location.file):
+            raise ValueError(f"{location.file!r} is not the name of a shard")
+        path = self._folder / location.file
+        if not path.exists():
+            raise ValueError(f"{path} is gone; a record at offset {location.offset} was stored there")
+        return path
 
     def _path(self, index: int) -> Path:
         return self._folder / f"{index:06d}.bin"

@@ -5,19 +5,24 @@ never encoded back: what was sampled is what is trained on. Token t is an action
 rest (prompt, observations, tokens forced or appended by hand) is context and is never trained.
 """
 
+import bisect
 import dataclasses
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import safetensors
 import safetensors.numpy
 
+from sao_jax.data.windows import carried
+
 ENDS = ("terminated", "truncated", "aborted")
 UNSAMPLED = -1  # weights version of a token that no policy sampled
 
-_ARRAYS = {
+# name -> dtype of what a trajectory has for each token
+COLUMNS = {
     "tokens": np.int32,
     "action_mask": np.bool_,
     "rollout_logp": np.float32,
@@ -26,6 +31,7 @@ _ARRAYS = {
     "step_ids": np.int32,
 }
 _METADATA_KEY = "trajectory"
+_CHUNK = 4096  # tokens of the arrays that a long trajectory grows by
 # A log-probability computed in float32 can exceed 0 by rounding; more than this is something else.
 _LOGP_SLACK = 1e-3
 _MAX_REWARD = float(np.finfo(np.float32).max)
@@ -55,6 +61,8 @@ class Trajectory:
       sampler: what chose among actions that the policy drew; "" where the policy alone did. What was chosen is not
         distributed as rollout_logp says, so such a trajectory is not trained.
       reward_parts: totals by name. timings: seconds by name.
+      windows: (position, head, start) of every time the sampler's context was cut: from token `position` on it was
+        tokens[:head] + tokens[start:], see `windows`. Empty: the sampler saw everything.
     """
 
     tokens: np.ndarray
@@ -77,6 +85,7 @@ class Trajectory:
     sampler: str = ""
     reward_parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
     timings: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    windows: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def trainable(self) -> bool:
@@ -124,7 +133,7 @@ def check_trajectory(t: Trajectory) -> Trajectory:
     T = len(t.tokens)
     if T == 0:
         raise ValueError("a trajectory needs at least one token")
-    for name, dtype in _ARRAYS.items():
+    for name, dtype in COLUMNS.items():
         array = getattr(t, name)
         if array.dtype != dtype or array.shape != (T,):
             raise ValueError(f"{name} is {array.dtype}{list(array.shape)}; expected {np.dtype(dtype)}[{T}]")
@@ -151,6 +160,11 @@ def check_trajectory(t: Trajectory) -> Trajectory:
         raise ValueError(f"token {_first(t.tokens < 0)} is negative")
     if t.step_ids[0] != 0 or np.any((np.diff(t.step_ids) != 0) & (np.diff(t.step_ids) != 1)):
         raise ValueError("step_ids must start at 0 and grow by at most 1 from token to token")
+    before = 0
+    for position, head, start in t.windows:
+        if not (before < position <= T and 0 <= head <= start < position):
+            raise ValueError(f"window {(position, head, start)} is not one of {T} tokens, after token {before}")
+        before = position
     for what, numbers in (("reward part", t.reward_parts), ("timing", t.timings)):
         for name, value in numbers.items():
             if not math.isfinite(value):
@@ -179,7 +193,11 @@ class TrajectoryBuilder:
     """Grows one trajectory on the host: prompt, then actions and observations in any order.
 
     The weights version is stamped when a token is added, that is when it was sampled, not at the end.
-    `build` does not consume the builder, so a snapshot can be built at every seam of a long trajectory.
+    `build` does not consume the builder. What a long trajectory has gained since the last seam is taken by
+    `take_segment`, at the cost of these tokens alone.
+
+    Columns lie in arrays that are never moved or copied while the trajectory grows: a token costs 21 bytes, and room
+    for at most as many tokens as there are, or 4096, is kept free.
     """
 
     def __init__(
@@ -197,44 +215,87 @@ class TrajectoryBuilder:
         top_k: int = 0,
         sampler: str = "",
     ):
-        self._scalars = dict(rollout=rollout, attempt=attempt, task=task, group=group, sample=sample, seed=seed)
-        self._scalars.update(temperature=temperature, top_p=top_p, top_k=top_k, sampler=sampler)
-        self._columns: dict[str, list] = {name: [] for name in _ARRAYS}
-        self._parts: dict[str, float] = {}
-        self._step = 0
-        self._last_action = -1
-        self._open = False
         prompt = _ids(prompt_tokens)
         if len(prompt) == 0:
             raise ValueError("the prompt is empty; token 0 of a trajectory is never an action")
+        labels = dict(rollout=rollout, attempt=attempt, task=task, group=group, sample=sample, seed=seed)
+        self._begin(labels | dict(temperature=temperature, top_p=top_p, top_k=top_k, sampler=sampler))
+        self._prompt = len(prompt)
         self._append(prompt)
+
+    def _begin(self, labels: dict) -> None:
+        self._labels = labels
+        self._chunks: list[dict[str, np.ndarray]] = []
+        self._starts: list[int] = []  # position of each chunk's first token
+        self._length, self._actions = 0, 0
+        self._taken = 0  # tokens that segments have taken
+        self._kept = 0  # the first token that is still here
+        self._parts: dict[str, float] = {}
+        self._step = 0
+        self._last_action = -1
+        self._last_reward = 0.0  # of the last action token, in float64: rounded once, however it adds up
+        self._open = False
+        self._windows: list[tuple[int, int, int]] = []
+        self._prompt = 0  # tokens before the first action
 
     @classmethod
     def resume(cls, t: Trajectory, **labels) -> "TrajectoryBuilder":
         """A builder that continues after the last token of a snapshot. The next action is a new step.
 
-        `labels` replace those of the snapshot, such as the attempt.
+        `labels` replace those of the snapshot, such as the attempt. The next segment begins behind the snapshot.
         """
         names = ("rollout", "attempt", "task", "group", "sample", "seed", "temperature", "top_p", "top_k", "sampler")
-        builder = cls(t.tokens[:1], **{name: getattr(t, name) for name in names} | labels)
-        builder._columns = {name: getattr(t, name).tolist() for name in _ARRAYS}
+        builder = cls.__new__(cls)
+        builder._begin({name: getattr(t, name) for name in names} | labels)
+        builder._chunks = [{name: np.array(getattr(t, name), dtype) for name, dtype in COLUMNS.items()}]
+        builder._starts = [0]
+        builder._length = builder._taken = t.length
+        builder._actions = t.num_action_tokens
         builder._parts = dict(t.reward_parts)
+        builder._windows = list(t.windows)
+        builder._prompt = int(np.flatnonzero(t.action_mask)[0])
         builder._step = t.num_steps - 1
         builder._last_action = int(np.flatnonzero(t.action_mask)[-1])
+        builder._last_reward = float(t.rewards[builder._last_action])
         return builder
 
     @property
     def length(self) -> int:
-        return len(self._columns["tokens"])
+        return self._length
 
     @property
     def num_action_tokens(self) -> int:
-        return sum(self._columns["action_mask"])
+        return self._actions
+
+    @property
+    def step(self) -> int:
+        """Of the newest token."""
+        return self._step
 
     @property
     def tokens(self) -> np.ndarray:
-        """int32 [T]: all tokens so far, what a sampler must hold to go on."""
-        return np.array(self._columns["tokens"], np.int32)
+        """int32 [T]: all tokens so far."""
+        return self._since(0, "tokens")
+
+    @property
+    def context(self) -> np.ndarray:
+        """int32 [N]: what a sampler must hold to go on: all tokens, or those of the newest window."""
+        _, head, start = self._window
+        tokens = self.tokens
+        return np.concatenate([tokens[:head], tokens[start:]])
+
+    @property
+    def context_length(self) -> int:
+        _, head, start = self._window
+        return head + self.length - start
+
+    @property
+    def _window(self) -> tuple[int, int, int]:
+        return self._windows[-1] if self._windows else (0, 0, 0)
+
+    def open_window(self, size: int) -> None:
+        """The sampler goes on from here with a cut context, see `windows.carried`; within an action as well."""
+        self._windows.append((self.length, *carried(self._since(0, "step_ids"), self._prompt, size)))
 
     def add_action(self, tokens: Sequence[int], logp: Sequence[float], version: Sequence[int]) -> None:
         """A piece of an action as sampled; pieces join until `end_action` or an observation.
@@ -249,13 +310,16 @@ class TrajectoryBuilder:
             raise ValueError(f"log-probability {logp.max()} of a sampled token is above 0")
         if np.any(version < 0):
             raise ValueError(f"weights version {version.min()} of a sampled token is negative")
+        if np.any(version > np.iinfo(np.int32).max):
+            raise ValueError(f"weights version {version.max()} of a sampled token is above 2^31 - 1")
         if tokens.size == 0:
             return
         if not self._open and self._last_action >= 0:
             self._step += 1
         self._open = True
         self._append(tokens, logp, version)
-        self._last_action = self.length - 1
+        self._actions += len(tokens)
+        self._last_action, self._last_reward = self.length - 1, 0.0
 
     def end_action(self) -> None:
         """The action is complete: what is sampled next is another step."""
@@ -273,37 +337,96 @@ class TrajectoryBuilder:
                 raise ValueError(f"reward {number} is not finite in float32")
         if self._last_action < 0:
             raise ValueError("a reward came before the first action token")
-        self._columns["rewards"][self._last_action] += float(value)
+        if self._last_action < self._kept:
+            raise ValueError(f"the reward of token {self._last_action} came after its segment was given away")
+        self._last_reward += float(value)
+        chunk = bisect.bisect_right(self._starts, self._last_action) - 1
+        with np.errstate(over="ignore"):  # `build` refuses a sum that is not finite
+            self._chunks[chunk]["rewards"][self._last_action - self._starts[chunk]] = self._last_reward
         for name, part in (parts or {}).items():
             self._parts[name] = self._parts.get(name, 0.0) + float(part)
 
     def build(self, end: str, reason: str = "", timings: Mapping[str, float] | None = None) -> Trajectory:
         """The trajectory so far. NoActionError if nothing was sampled, ValueError if it is malformed."""
-        arrays = {name: np.array(self._columns[name], dtype) for name, dtype in _ARRAYS.items()}
+        arrays = {name: self._since(0, name) for name in COLUMNS}
         for array in arrays.values():
             array.flags.writeable = False
+        return check_trajectory(Trajectory(**arrays, **self.scalars(end, reason, timings)))
+
+    def scalars(self, end: str, reason: str = "", timings: Mapping[str, float] | None = None) -> dict[str, Any]:
+        """What a record says of the whole trajectory, as it is now: all fields of `Trajectory` but the columns."""
         extra = dict(end=end, reason=reason, reward_parts=dict(self._parts), timings=dict(timings or {}))
-        return check_trajectory(Trajectory(**arrays, **self._scalars, **extra))
+        extra |= dict(windows=tuple(self._windows))
+        return self._labels | extra
+
+    def take_segment(self, *, forget: bool = False) -> tuple[int, dict[str, np.ndarray]]:
+        """Ends a segment: the position of its first token and its columns, those since the last call.
+
+        With `forget` they are not kept here, so that memory does not grow: nothing that needs the whole trajectory
+        can be asked any more (`tokens`, `build`: ValueError).
+        """
+        start = self._taken
+        columns = {name: self._since(start, name) for name in COLUMNS}
+        for array in columns.values():
+            array.flags.writeable = False
+        self._taken = self._length
+        if forget:
+            self._chunks, self._starts, self._kept = [], [], self._length
+        return start, columns
+
+    def _since(self, start: int, name: str) -> np.ndarray:
+        """A column from token `start` on, as an array of its own."""
+        if start < self._kept:
+            raise ValueError(f"the first {self._kept} tokens were given away with their segments")
+        parts = []
+        for i in range(max(0, bisect.bisect_right(self._starts, start) - 1), len(self._chunks)):
+            begin = self._starts[i]
+            parts.append(self._chunks[i][name][max(0, start - begin) : self._length - begin])
+        return np.concatenate(parts) if parts else np.zeros(0, COLUMNS[name])
 
     def _append(self, tokens: np.ndarray, logp: np.ndarray | None = None, version: np.ndarray | None = None) -> None:
-        n, c = len(tokens), self._columns
-        c["tokens"] += tokens.tolist()
-        c["action_mask"] += [logp is not None] * n
-        c["rollout_logp"] += [0.0] * n if logp is None else logp.tolist()
-        c["version"] += [UNSAMPLED] * n if version is None else version.tolist()
-        c["rewards"] += [0.0] * n
-        c["step_ids"] += [self._step] * n
+        done = 0
+        while done < len(tokens):
+            at = self._length - self._starts[-1] if self._chunks else 0
+            room = len(self._chunks[-1]["tokens"]) - at if self._chunks else 0
+            if room == 0:
+                size = max(len(tokens) - done, min(_CHUNK, max(64, self._length - self._kept)))
+                self._chunks.append({name: np.empty(size, dtype) for name, dtype in COLUMNS.items()})
+                self._starts.append(self._length)
+                at, room = 0, size
+            n = min(room, len(tokens) - done)
+            chunk, to, of = self._chunks[-1], slice(at, at + n), slice(done, done + n)
+            chunk["tokens"][to] = tokens[of]
+            chunk["action_mask"][to] = logp is not None
+            chunk["rollout_logp"][to] = 0.0 if logp is None else logp[of]
+            chunk["version"][to] = UNSAMPLED if version is None else version[of]
+            chunk["rewards"][to] = 0.0
+            chunk["step_ids"][to] = self._step
+            self._length += n
+            done += n
 
 
 def save_trajectory(t: Trajectory) -> bytes:
     """Safetensors bytes: arrays as tensors, the rest as JSON in the metadata. Equal input, equal bytes."""
-    scalars = {f.name: getattr(t, f.name) for f in dataclasses.fields(t) if f.name not in _ARRAYS}
+    return save_record(t, _METADATA_KEY)
+
+
+def save_record(record: Trajectory, key: str) -> bytes:
+    """Safetensors bytes with what is no column as JSON under `key` of the metadata."""
+    scalars = {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name not in COLUMNS}
     scalars |= {name: dict(scalars[name]) for name in ("reward_parts", "timings")}
-    if not t.sampler:
-        del scalars["sampler"]  # as in records written before there was one
+    for name in ("sampler", "windows"):
+        if not scalars[name]:
+            del scalars[name]  # as in records written before there was one
     text = json.dumps(scalars, sort_keys=True)
-    arrays = {name: np.ascontiguousarray(getattr(t, name)) for name in _ARRAYS}
-    return safetensors.numpy.save(arrays, metadata={_METADATA_KEY: text})
+    arrays = {name: np.ascontiguousarray(getattr(record, name)) for name in COLUMNS}
+    return safetensors.numpy.save(arrays, metadata={key: text})
+
+
+def read_scalars(text: str) -> dict[str, Any]:
+    """Inverse of the JSON of `save_record`."""
+    scalars = json.loads(text)
+    return scalars | {"windows": tuple(map(tuple, scalars.get("windows", ())))}
 
 
 def load_trajectory(data: bytes) -> Trajectory:
@@ -311,7 +434,7 @@ def load_trajectory(data: bytes) -> Trajectory:
     try:
         arrays = safetensors.numpy.load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        scalars = json.loads(header["__metadata__"][_METADATA_KEY])
+        scalars = read_scalars(header["__metadata__"][_METADATA_KEY])
         t = Trajectory(**arrays, **scalars)
     except (
         safetensors.SafetensorError,

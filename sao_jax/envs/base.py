@@ -118,7 +118,7 @@ class Environment:
         if self._over:
             raise RuntimeError("the attempt is over; call reset or restore first")
         self._actions.append(action)
-        outcome = self._family.respond(self._problem, tuple(self._actions))
+        outcome = self._respond()
         if outcome.end is None and len(self._actions) >= self._family.max_turns:
             outcome = dataclasses.replace(outcome, end="terminated", reason=TURN_LIMIT)
         self._over = outcome.end is not None
@@ -128,8 +128,64 @@ class Environment:
         """The expert's next action. One draw from `rng` per attempt fixes what the expert is going to do in it."""
         if self._expert_state is None:
             self._expert_state = rng.getrandbits(64)
-        expert_rng = random.Random(self._expert_state)
-        return self._family.expert(self._problem, tuple(self._actions), expert_rng)
+        return self._advice(random.Random(self._expert_state))
+
+    def _respond(self) -> Outcome:
+        return self._family.respond(self._problem, tuple(self._actions))
+
+    def _advice(self, rng: random.Random) -> str:
+        return self._family.expert(self._problem, tuple(self._actions), rng)
+
+
+class SteppedFamily(TaskFamily):
+    """A family whose attempts carry a state along, so that a step costs the same however many came before it.
+
+    A subclass writes `begin`, `advance` and `advise` in place of `respond` and `expert`. States are values: `advance`
+    returns a new one and leaves the old one alone. An attempt is restored by advancing through its actions.
+    """
+
+    def begin(self, problem: Any) -> Any:
+        """The state before the first action."""
+        raise NotImplementedError
+
+    def advance(self, problem: Any, state: Any, action: str) -> tuple[Any, Outcome]:
+        """The state after an action, and the answer to it. No text that a policy can write may raise."""
+        raise NotImplementedError
+
+    def advise(self, problem: Any, state: Any, turn: int, rng: random.Random) -> str:
+        """The expert's action after `turn` actions. Every call of one attempt gets `rng` in the same state."""
+        raise NotImplementedError(f"task {self.name!r} has no scripted expert")
+
+    def respond(self, problem: Any, actions: Sequence[str]) -> Outcome:
+        return self.advance(problem, self.replay(problem, actions[:-1]), actions[-1])[1]
+
+    def expert(self, problem: Any, actions: Sequence[str], rng: random.Random) -> str:
+        return self.advise(problem, self.replay(problem, actions), len(actions), rng)
+
+    def replay(self, problem: Any, actions: Sequence[str]) -> Any:
+        """The state after these actions."""
+        state = self.begin(problem)
+        for action in actions:
+            state, _ = self.advance(problem, state, action)
+        return state
+
+    def environment(self) -> "SteppedEnvironment":
+        return SteppedEnvironment(self)
+
+
+class SteppedEnvironment(Environment):
+    """One live attempt at one instance of a `SteppedFamily`."""
+
+    def restore(self, instance: Instance, actions: Sequence[str]) -> None:
+        super().restore(instance, actions)
+        self._state = self._family.replay(instance.problem, actions)
+
+    def _respond(self) -> Outcome:
+        self._state, outcome = self._family.advance(self._problem, self._state, self._actions[-1])
+        return outcome
+
+    def _advice(self, rng: random.Random) -> str:
+        return self._family.advise(self._problem, self._state, len(self._actions), rng)
 
 
 def demonstration(family: Any, split: Split, index: int, rng: random.Random) -> list[tuple[str, bool]]:

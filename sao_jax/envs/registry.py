@@ -12,7 +12,12 @@ from sao_jax.data.protocols import TaskFamily
 from sao_jax.envs.arithmetic import Arithmetic
 from sao_jax.envs.calculator import Calculator
 from sao_jax.envs.contest import Contest
+from sao_jax.envs.coq import Coq
+from sao_jax.envs.dialogue import Dialogue
+from sao_jax.envs.grid import Grid
+from sao_jax.envs.long_repair import LongRepair
 from sao_jax.envs.mathword import MathWord
+from sao_jax.envs.proof import Proof
 from sao_jax.envs.repair import Repair
 
 _FAMILIES: dict[str, Callable[..., TaskFamily]] = {}
@@ -109,5 +114,10 @@ def _import(path: str) -> Any:
 register("arithmetic", Arithmetic)
 register("calculator", Calculator)
 register("contest", Contest)
+register("coq", Coq)
+register("dialogue", Dialogue)
+register("grid", Grid)
+register("long-repair", LongRepair)
 register("mathword", MathWord)
+register("proof", Proof)
 register("repair", Repair)

@@ -23,16 +23,15 @@ import functools
 import itertools
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from sao_jax.data.protocols import Outcome
 from sao_jax.data.tokenizers import WordTokenizer
 from sao_jax.envs.base import TaskFamily
-from sao_jax.envs.calculator import apply
+from sao_jax.envs.expressions import evaluate, parse_expression
 
 FILES = "abcdef"
-LIMIT = 9999  # largest magnitude of a value
 LONGEST = 16  # characters of a body
 INPUTS = range(10)
 MAX_CALLS = 100  # of functions, for one value
@@ -254,75 +253,23 @@ def root_value(files: tuple[str, ...], x: int) -> int | None:
     """The value of the last file's function. None if a number on the way is too large, or the calls too many."""
     calls = 0
 
-    def call(name: str, x: int) -> int:
+    def call(name: str, arguments: tuple[int, ...]) -> int:
         nonlocal calls
         calls += 1
         if calls > MAX_CALLS:
             raise OverflowError
-        return _value(parse(files[FILES.index(name)]), x, call)
+        return evaluate(parse(files[FILES.index(name)]), {"x": arguments[0]}, call)
 
     try:
-        return call(FILES[len(files) - 1], x)
+        return call(FILES[len(files) - 1], (x,))
     except OverflowError:
         return None
 
 
-def _value(expression: Any, x: int, call: Callable[[str, int], int]) -> int:
-    if expression == "x":
-        return x
-    if isinstance(expression, int):
-        value = expression
-    elif len(expression) == 2:
-        value = call(expression[0], _value(expression[1], x, call))
-    else:
-        operator, left, right = expression
-        value = apply(_value(left, x, call), operator, _value(right, x, call))
-    if abs(value) > LIMIT:
-        raise OverflowError
-    return value
-
-
 @functools.lru_cache(4096)
 def parse(body: str) -> Any:
-    """A body as a tree: "x", a number, (operator, left, right) or (callee, argument). None if it is none."""
+    """A body as a tree: see `expressions`. None if it is none."""
     tokens = _TOKEN.findall(body)
     if "".join(tokens) != body or len(body) > LONGEST:
         return None
-    tokens.append("end")
-    try:
-        tree = _sum(tokens)
-    except ValueError:
-        return None
-    return tree if tokens == ["end"] else None
-
-
-def _sum(tokens: list[str]) -> Any:
-    tree = _product(tokens)
-    while tokens[0] in "+-":
-        tree = (tokens.pop(0), tree, _product(tokens))
-    return tree
-
-
-def _product(tokens: list[str]) -> Any:
-    tree = _factor(tokens)
-    while tokens[0] == "*":
-        tree = (tokens.pop(0), tree, _factor(tokens))
-    return tree
-
-
-def _factor(tokens: list[str]) -> Any:
-    token = tokens.pop(0)
-    if token == "x":
-        return token
-    if token.isdigit():
-        return int(token)
-    if token in FILES:
-        if tokens[0] != "(":
-            raise ValueError
-        return (token, _factor(tokens))
-    if token != "(":
-        raise ValueError
-    tree = _sum(tokens)
-    if tokens.pop(0) != ")":
-        raise ValueError
-    return tree
+    return parse_expression(tokens, "x", FILES.__contains__, arity=1)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from sao_jax.learner.programs import adam, divide, global_norm
+from sao_jax.models.compute import PLAIN, Compute
 from sao_jax.models.config import ModelConfig
 from sao_jax.models.decoder import bind
 from sao_jax.models.logprobs import next_token_logprobs
@@ -25,7 +26,7 @@ def cosine(step: int, total: int, peak: float, warmup: int = 20) -> float:
 
 
 @functools.cache
-def step_program(config: ModelConfig, mesh: jax.sharding.Mesh, micro_rows: int):
+def step_program(config: ModelConfig, mesh: jax.sharding.Mesh, micro_rows: int, compute: Compute = PLAIN):
     """(state, tokens [B, L], mask [B, L], lr) -> (state, mean negative log-prob in nats per action token).
 
     Rows are split over devices, each device scans over micro-batches of `micro_rows`; B is a multiple of both. The
@@ -37,7 +38,8 @@ def step_program(config: ModelConfig, mesh: jax.sharding.Mesh, micro_rows: int):
 
         def loss(params, tokens, mask):
             model = bind(config, params)
-            logp, _ = next_token_logprobs(model(tokens), model.head(), tokens, jnp.ones(tokens.shape[0]))
+            hidden = model(tokens, compute=compute)
+            logp, _ = next_token_logprobs(hidden, model.head(), tokens, jnp.ones(tokens.shape[0]))
             return -jnp.where(mask, logp, 0.0).sum()
 
         def micro(carry, rows):

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from sao_jax.models.attention import attention, causal_attention  # noqa: F401 (re-exported)
+from sao_jax.models.compute import PLAIN, Compute, apply_blocks
 from sao_jax.models.config import ModelConfig
 from sao_jax.models.norms import normalize, rms_norm, scaled_product
 
@@ -33,6 +34,23 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     a, b = jnp.split(x, 2, axis=-1)
     cos, sin = cos[..., None, :].astype(x.dtype), sin[..., None, :].astype(x.dtype)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def pack_positions(pack_ids_BxT: jax.Array, sequence_axis: str | None = None) -> jax.Array:
+    """int32 [B, T]: the place of each token in its pack, 0 for the first. Ids never fall along a row.
+
+    pack_ids 4 4 4 7 7 9  ->  0 1 2 0 1 0
+
+    With `sequence_axis`, of one device's part of rows cut over that mesh axis.
+    """
+    B, T = pack_ids_BxT.shape
+    if sequence_axis is not None:  # the ids of a row are short beside its activations: every device has them all
+        n, me = jax.lax.axis_size(sequence_axis), jax.lax.axis_index(sequence_axis)
+        whole = pack_positions(jax.lax.all_gather(pack_ids_BxT, sequence_axis, axis=1, tiled=True))
+        return jax.lax.dynamic_slice_in_dim(whole.reshape(B, n, T), me, 1, axis=1)[:, 0]
+    index = jnp.broadcast_to(jnp.arange(T), (B, T))
+    begins = pack_ids_BxT != jnp.pad(pack_ids_BxT[:, :-1], ((0, 0), (1, 0)))
+    return index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
 
 
 def _weight(rngs: nnx.Rngs, *shape: int) -> nnx.Param:
@@ -68,8 +86,8 @@ class Attention(nnx.Module):
         B, T, H, E = heads_BxTxHxE.shape
         return (heads_BxTxHxE.reshape(B * T, H * E) @ self.out[...].astype(heads_BxTxHxE.dtype)).reshape(B, T, -1)
 
-    def __call__(self, x_BxTxD, cos, sin):
-        return self.merge(attention(*self.project(x_BxTxD, cos, sin)))
+    def __call__(self, x_BxTxD, cos, sin, pack_ids_BxT=None, sequence_axis=None):
+        return self.merge(attention(*self.project(x_BxTxD, cos, sin), pack_ids_BxT, sequence_axis=sequence_axis))
 
 
 class Mlp(nnx.Module):
@@ -95,8 +113,8 @@ class Block(nnx.Module):
         self.attn = Attention(config, rngs=rngs)
         self.mlp = Mlp(config, rngs=rngs)
 
-    def __call__(self, x_BxTxD, cos, sin):
-        x_BxTxD = x_BxTxD + self.attn(x_BxTxD, cos, sin)
+    def __call__(self, x_BxTxD, cos, sin, pack_ids_BxT=None, sequence_axis=None):
+        x_BxTxD = x_BxTxD + self.attn(x_BxTxD, cos, sin, pack_ids_BxT, sequence_axis)
         return x_BxTxD + self.mlp(x_BxTxD)
 
 
@@ -121,12 +139,18 @@ class Decoder(nnx.Module):
     def final_norm(self, x):
         return rms_norm(x, self.norm[...], self.config.norm_eps)
 
-    def __call__(self, tokens_BxT):
+    def __call__(self, tokens_BxT, *, pack_ids=None, compute: Compute = PLAIN):
+        """Hidden states [B, T, D] of the tokens; `compute` says how, and whether rows are cut over devices.
+
+        With pack ids [B, T], which never fall along a row, each pack is a sequence of its own: positions begin at 0
+        in each, and no token sees another pack. Padding is a pack of its own, the last."""
         c = self.config
-        cos, sin = rotary_angles(jnp.arange(tokens_BxT.shape[1]), c.head_dim, c.rope_theta)
-        x = self.embed_tokens(tokens_BxT)
-        for block in self.layers:
-            x = block(x, cos, sin)
+        T, axis = tokens_BxT.shape[1], compute.sequence_axis
+        positions = jnp.arange(T) if pack_ids is None else pack_positions(pack_ids, axis)
+        if axis is not None and pack_ids is None:
+            positions += jax.lax.axis_index(axis) * T
+        cos, sin = rotary_angles(positions, c.head_dim, c.rope_theta)
+        x = apply_blocks(self.layers, self.embed_tokens(tokens_BxT), (cos, sin, pack_ids, axis), compute)
         return self.final_norm(x)
 
 

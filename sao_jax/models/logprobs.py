@@ -87,13 +87,18 @@ def next_token_logprobs(
 
     Entry 0 of both is 0: the first token of a row is predicted by nothing. The entropy at t is that of the
     distribution token t was drawn from, so one mask over tokens serves both. With `pack_ids`, several trajectories lie
-    in one row and the first token of each has entry 0 as well.
+    in one row and the first token of each has entry 0 as well; the temperature may then be one per token [B, T], that
+    with which the token was drawn.
     """
     B, T, D = hidden_BxTxD.shape
     # All B * T positions are scored and the last of each row is thrown away; slicing first would copy the hidden
     # states into a matrix of awkward size.
     targets = jnp.roll(tokens_BxT, -1, axis=1).reshape(-1)
-    temperature = jnp.repeat(jnp.broadcast_to(jnp.asarray(temperature_B, jnp.float32), (B,)), T)
+    temperature = jnp.asarray(temperature_B, jnp.float32)
+    if temperature.ndim == 2:
+        temperature = jnp.roll(temperature, -1, axis=1).reshape(-1)
+    else:
+        temperature = jnp.repeat(jnp.broadcast_to(temperature, (B,)), T)
     scores = token_logprobs(hidden_BxTxD.reshape(B * T, D), head_DxV, targets, temperature, chunk=chunk)
     scored = jnp.broadcast_to(jnp.arange(T) > 0, (B, T))
     if pack_ids_BxT is not None:

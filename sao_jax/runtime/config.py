@@ -7,12 +7,16 @@ import typing
 from typing import Any, Literal, Union
 
 from sao_jax.learner.objective import Choices, Numbers
+from sao_jax.models.compute import Compute
 from sao_jax.models.config import ModelConfig
 from sao_jax.runtime.config_checks import check_effects, check_values
 from sao_jax.runtime.presets import CRITIC_ONLY, GROUP_BASELINES, PRESETS
 
 # Flags that runs of earlier versions do not have. Their defaults do what those versions did.
-ADDED = ("env_sleep", "workers", "backend", "worker_timeout", "concurrency", "target_utilization")
+ADDED = (
+    "env_sleep", "workers", "backend", "worker_timeout", "concurrency", "target_utilization", "context_window",
+    "row_tokens", "remat", "scan_layers",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,8 +24,8 @@ class RunConfig:
     """Flags of a training run. `None` means: decided by the preset, or not in use."""
 
     task: str = "calculator"
-    """Task family: calculator, arithmetic, mathword, contest, repair, package.module:Class or file.py:Class, with
-    options as NAME:key=value,..."""
+    """Task family: calculator, arithmetic, mathword, contest, repair, long-repair, dialogue, proof, coq, grid,
+    package.module:Class or file.py:Class, with options as NAME:key=value,..."""
     preset: Literal["seed", "paper", "grpo"] = "seed"
     """seed: band (0.1, 10) by clipping and KL smoothing; paper: mask by offsets, no KL term; grpo: groups of 8."""
     seed: int = 0
@@ -40,6 +44,9 @@ class RunConfig:
     """Sampling temperature; recorded with each trajectory and used by the trainer."""
     max_tokens: int | None = None
     """Token budget of a whole trajectory, prompt included; default and upper bound: the task's own."""
+    context_window: int | None = None
+    """Tokens that policy and critic see at once, below --max-tokens: a longer attempt goes on with its prompt and its
+    most recent steps, and is trained in rows of this length (default: all of a trajectory)."""
     n_samples_per_prompt: int | None = None
     """Rollouts per task instance: 1, or the group size of a group baseline."""
     train_tasks: int | None = None
@@ -161,6 +168,9 @@ class RunConfig:
     """Global norm of the policy's gradient."""
     critic_grad_clip: float | None = None
     """Global norm of the critic's gradient (10)."""
+    row_tokens: int | None = None
+    """Longest row that is trained, below --max-tokens: a longer trajectory is trained as several, each with its prompt
+    and most recent steps as context, though it was sampled with all of it (default: whole trajectories)."""
     micro_rows: int | None = None
     """Rows per device and gradient call; default: about 512 tokens."""
 
@@ -209,6 +219,11 @@ class RunConfig:
     """Devices of the mesh; on CPU, virtual devices (default: one per core)."""
     shard_params: bool = False
     """Cut parameters and optimizer states over the mesh."""
+    remat: Literal["none", "block", "dots", "offload"] = "none"
+    """What training computes again instead of keeping it: nothing, each block from its input, all but the weight
+    products, or each block from an input that waits in the host's memory (GPU and TPU)."""
+    scan_layers: bool = False
+    """Train by one loop over the layers: compiled once whatever their number, for a copy of the parameters."""
 
     # -- book-keeping
     eval_every: int = 25
@@ -307,6 +322,9 @@ class RunConfig:
             tied=not self.untied,
             dtype=self.dtype,
         )
+
+    def compute(self) -> Compute:
+        return Compute(remat=self.remat, scan_layers=self.scan_layers)
 
     def choices(self) -> Choices:
         critic = {}

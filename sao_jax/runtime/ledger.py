@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 1: without the table of segments
 STATES = ("running", "finished", "trained", "dropped")
 
 _SCHEMA = """
@@ -40,6 +40,12 @@ CREATE TABLE events (
 ) STRICT;
 CREATE INDEX events_by_kind ON events (kind);
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
+"""
+# What is stored of each running or dropped rollout: segments that join, by the position of their first token.
+_SEGMENTS = """
+CREATE TABLE segments (
+  rollout INTEGER NOT NULL, start INTEGER NOT NULL, location TEXT NOT NULL, PRIMARY KEY (rollout, start)
+) STRICT, WITHOUT ROWID;
 """
 
 
@@ -112,17 +118,28 @@ class Ledger:
             if not create:
                 raise LedgerError(f"{self.path} holds no ledger: its creation was interrupted")
             with self.transaction():
-                self._run(_SCHEMA.strip().split(";\n"))
+                self._run((_SCHEMA + _SEGMENTS).strip().split(";\n"))
                 self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
             return
         if create:
             raise LedgerError(f"{self.path} exists already: resume this run or choose another run folder")
-        if version != SCHEMA_VERSION:
-            raise LedgerError(f"{self.path} has ledger format {version}, this program reads {SCHEMA_VERSION}")
+        if not 1 <= version <= SCHEMA_VERSION:
+            raise LedgerError(f"{self.path} has ledger format {version}, this program reads 1 to {SCHEMA_VERSION}")
         # A reader may look at a large live run every few seconds; only who is going to write checks every page.
         problem = "ok" if read_only else self._one("PRAGMA quick_check(1)")
         if problem != "ok":
             raise LedgerError(f"{self.path} is damaged ({' '.join(problem.split())})")
+        if version == 1 and not read_only:
+            self._add_segments()
+
+    def _add_segments(self) -> None:
+        """Makes format 2 of format 1, in which each part of a rollout held all that came before it."""
+        with self.transaction():
+            self._run(_SEGMENTS.strip().split(";\n"))
+            for rollout in [*self.running(), *self.dropped("failed")]:
+                if (location := self._newest_part(rollout.id)) is not None:
+                    self._db.execute("INSERT INTO segments VALUES (?, 0, ?)", (rollout.id, _to_json(location)))
+            self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
     # Writing
 
@@ -182,14 +199,19 @@ class Ledger:
             self.record("restart", {"rollout": row.id, "attempt": attempt} | because)
         return attempt
 
-    def segment(self, rollout: int, location: Any) -> None:
-        """A running rollout is stored durably up to a seam, at `location`, from which it can go on after a failure."""
+    def segment(self, rollout: int, location: Any, start: int = 0) -> None:
+        """A running rollout is stored durably up to a seam, from which it can go on after a failure: what begins at
+        token `start` lies at `location`, and what is known to begin there or later is no longer part of it."""
+        start = operator.index(start)
         with self.transaction():
             row = self._require(rollout, "stored in part", "running")
-            self.record("segment", {"rollout": row.id, "attempt": row.attempt, "location": location})
+            self.record("segment", {"rollout": row.id, "attempt": row.attempt, "location": location, "start": start})
+            self._db.execute("DELETE FROM segments WHERE rollout = ? AND start >= ?", (row.id, start))
+            self._db.execute("INSERT INTO segments VALUES (?, ?, ?)", (row.id, start, _to_json(location)))
 
     def finish(self, rollout: int, location: Any, reward: float) -> None:
-        """The trajectory is stored durably at `location` (JSON); call this only after it is."""
+        """The trajectory is stored durably at `location` (JSON; a list of those of its segments); call this only after
+        it is."""
         if location is None or not math.isfinite(reward):
             raise LedgerError(f"rollout {rollout} cannot be finished with location {location} and reward {reward}")
         with self.transaction():
@@ -201,6 +223,7 @@ class Ledger:
                 "WHERE id = ?",
                 (_to_json(location), float(reward), position, time.time(), row.id),
             )
+            self._db.execute("DELETE FROM segments WHERE rollout = ?", (row.id,))
 
     def train(self, rollouts: Iterable[int], version: int) -> None:
         """All of them entered the update that made `version`. Versions never decrease."""
@@ -284,12 +307,22 @@ class Ledger:
         """Location of what was stored last, None before the first: what lies behind it is not in use."""
         stored = "kind IN ('finish', 'segment') ORDER BY position DESC LIMIT 1"
         value = self._one(f"SELECT payload FROM events WHERE {stored}")
-        return None if value is None else json.loads(value)["location"]
+        location = None if value is None else json.loads(value)["location"]
+        return location[-1] if isinstance(location, list) else location
 
-    def last_segment(self, rollout: int) -> Any:
-        """Location of the newest part of a rollout that was stored at a seam; None if there is none."""
+    def segments(self, rollout: int) -> list[Any]:
+        """Locations of what is stored of a rollout that has not finished, in order: the segments that the newest one
+        joins on, whichever attempts they are of."""
+        rollout = operator.index(rollout)
+        if self._one("PRAGMA user_version") == 1:  # an older ledger that is only read
+            location = self._newest_part(rollout)
+            return [] if location is None else [location]
+        query = "SELECT location FROM segments WHERE rollout = ? ORDER BY start"
+        return [json.loads(location) for (location,) in self._all(query, (rollout,))]
+
+    def _newest_part(self, rollout: int) -> Any:
         query = "SELECT payload FROM events WHERE kind = 'segment' AND json_extract(payload, '$.rollout') = ? "
-        value = self._one(query + "ORDER BY position DESC LIMIT 1", (operator.index(rollout),))
+        value = self._one(query + "ORDER BY position DESC LIMIT 1", (rollout,))
         return None if value is None else json.loads(value)["location"]
 
     def failures(self, rollout: int) -> list[str]:

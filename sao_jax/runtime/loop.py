@@ -23,9 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from sao_jax.data.rows import make_row
-from sao_jax.data.storage import Location
-from sao_jax.data.trajectory import Trajectory, load_trajectory, save_trajectory
+from sao_jax.data.rows import make_rows
+from sao_jax.data.segments import Segment
+from sao_jax.data.trajectory import Trajectory
+from sao_jax.data.windows import windows_of
 from sao_jax.rollout.agents import Failure
 from sao_jax.runtime.collector import Collector, Dropped, Ready
 from sao_jax.runtime.evaluation import FIRST_ID
@@ -34,6 +35,7 @@ from sao_jax.runtime.loop_metrics import LoopMetrics
 from sao_jax.runtime.pilot import Pilot
 from sao_jax.runtime.quarantine import not_quarantined, quarantine
 from sao_jax.runtime.run import Run
+from sao_jax.runtime.segment_log import SegmentLog
 
 MAX_FAILED_IN_A_ROW = 50  # rollouts dropped because their environment failed, with none between that finished
 
@@ -70,8 +72,8 @@ class Loop:
         self._collector = Collector(self.config)
         self._ready: collections.deque[Ready] = collections.deque()
         self._restarts: collections.deque[tuple[int, int]] = collections.deque()  # (rollout, attempt) to be started
-        self._seams: list[Trajectory] = []  # parts of attempts under way, to be stored with the next transaction
-        self._resumed: dict[int, Any] = {}  # where the part lies that an attempt under way has gone on from
+        self._seams: list[Segment] = []  # of attempts under way, to be stored with the next transaction
+        self._segments = SegmentLog(run.store, run.ledger, steps_per_segment=self.config.segment_steps)
         self._batch: list[int] = []  # rollouts that have arrived in the batch, as planned
         self._planned_updates = 0
         self._failed_in_a_row, self._failure = 0, ""
@@ -141,7 +143,7 @@ class Loop:
             self._admit()
             if self.run.agents.dispatch():
                 self.note_burst(self.run.agents.last_schedule)
-            if ended:
+            if ended or self._seams:
                 self._schedule.append(("clock", {"clock_s": self.run.clock()}))  # no checkpoint has it yet
                 self._digest(ended, idle=False)
                 report(len(ledger.finished()))
@@ -213,7 +215,7 @@ class Loop:
 
     def _start(self, rollout: int, attempt: int) -> None:
         n = self.config.n_samples_per_prompt
-        snapshot = self._snapshot(rollout) if attempt else None
+        snapshot = self._segments.begin(rollout, attempt)
         self.run.agents.start(
             "train",
             self._index(rollout),
@@ -225,15 +227,6 @@ class Loop:
             temperature=self.config.temperature,
             snapshot=snapshot,
         )
-
-    def _snapshot(self, rollout: int) -> Trajectory | None:
-        """What a new attempt goes on from: the newest part that was stored, but not the same one twice in a row, since
-        an environment that cannot be restored fails each time."""
-        location = self.run.ledger.last_segment(rollout)
-        if location is None or self._resumed.pop(rollout, None) == location:
-            return None
-        self._resumed[rollout] = location
-        return load_trajectory(self.run.store.read(Location(**location)))
 
     # ---- decisions, made durable before they take effect
 
@@ -264,19 +257,25 @@ class Loop:
             self.run.ledger.record(kind, payload)
         self._schedule.clear()
 
-    def seam(self, snapshot: Trajectory) -> None:
-        """An attempt under way has come to the end of a segment; an evaluation's is not kept."""
-        if snapshot.rollout < FIRST_ID:
-            self._seams.append(snapshot)
+    def seam(self, segment: Segment) -> None:
+        """An attempt under way has come to the end of a segment; an evaluation's is not kept.
+
+        It is durable before any token of the next one is collected.
+        """
+        if segment.rollout < FIRST_ID:
+            self._seams.append(segment)
 
     def _store_seams(self) -> None:
-        for snapshot in self._seams:
-            self.run.ledger.segment(snapshot.rollout, vars(self.run.store.append(save_trajectory(snapshot))))
+        for segment in self._seams:
+            if not self._segments.add(segment):
+                self.metrics.note(
+                    f"rollout {segment.rollout}: a segment at token {segment.first_token} does not join on those "
+                    "before it and is not kept"
+                )
         self._seams.clear()
 
     def _finished(self, t: Trajectory) -> None:
-        location = self.run.store.append(save_trajectory(t))
-        self.run.ledger.finish(t.rollout, vars(location), t.total_reward)
+        self.run.ledger.finish(t.rollout, self._segments.finish(t), t.total_reward)
         self._failed_in_a_row = 0
         if not self._collecting:
             self.metrics.finished(t)
@@ -292,6 +291,7 @@ class Loop:
         self.metrics.note(f"rollout {rollout}, attempt {failures} of {self.config.max_attempts}: {failure.reason}")
         if failures < self.config.max_attempts:
             return [(rollout, ledger.restart(rollout, failure.reason))]
+        self._segments.forget(rollout)
         self._drop(rollout, "failed", failure.reason)
         self._given_up.append(rollout)
         self._failed_in_a_row, self._failure = self._failed_in_a_row + 1, failure.reason
@@ -342,12 +342,13 @@ class Loop:
         def record(kind, payload):
             todo.append((self.run.ledger.record(kind, payload), kind, payload))
 
-        layout, arrival = self.run.learner.layout, self.config.critic_update == "arrival"
-        accumulated = len(self._batch) - (self.run.learner.pending if not arrival else 0)
+        learner, arrival = self.run.learner, self.config.critic_update == "arrival"
+        layout, rows = learner.layout, learner.filled  # all that was planned before has been applied
+        accumulated = rows - (learner.pending if not arrival else 0)
         while True:
             if len(self._batch) == layout.batch:
                 self._record_update(record)
-                accumulated = 0
+                accumulated = rows = 0
             item = self._next_ready()
             if item is None:
                 break
@@ -361,12 +362,14 @@ class Loop:
             self._batch.append(t.rollout)
             self.metrics.arrived(t, stale)
             record("arrive", {"rollout": t.rollout, "advantage": item.advantage})
-            if not arrival and layout.completes_window(len(self._batch)):
+            before, rows = rows, rows + len(windows_of(t.action_mask, t.step_ids, t.windows, layout.length))
+            full = len(self._batch) == layout.batch
+            if not arrival and (full or layout.completes_window(rows, before)):
                 record("accumulate", {})
-                accumulated = len(self._batch)
+                accumulated = rows
         if last and self._batch and not self._ready:
             self._record_update(record)
-        elif idle and not arrival and len(self._batch) > accumulated:
+        elif idle and not arrival and rows > accumulated:
             record("accumulate", {})  # the learner would idle: use what is there
         return todo
 
@@ -418,7 +421,7 @@ class Loop:
         if kind == "arrive":
             rollout = payload["rollout"]
             t = self._rows.pop(rollout, None) or self.run.trajectory(rollout)
-            learner.put(self.row(t, payload["advantage"], max(0, learner.version - t.oldest_version)))
+            learner.put(*self.rows(t, payload["advantage"], max(0, learner.version - t.oldest_version)))
         elif kind == "accumulate":
             learner.accumulate()
         elif kind == "update":
@@ -458,10 +461,10 @@ class Loop:
             position, updates = self._boundary
             self.run.save(position=position, updates=updates, stage="rl")
 
-    def row(self, t: Trajectory, advantage: float = 0.0, stale: int = 0) -> dict[str, np.ndarray]:
-        return make_row(
+    def rows(self, t: Trajectory, advantage: float = 0.0, stale: int = 0) -> list[dict[str, np.ndarray]]:
+        return make_rows(
             t,
-            length=self.run.context,
+            length=self.run.learner.layout.length,
             steps_per_segment=self.config.segment_steps,
             lambda_=self.config.policy_lambda(t.num_action_tokens),
             advantage=advantage,

@@ -1,15 +1,17 @@
 """Rollouts that failed in all of their attempts, each with what it ended in, in the run's folder `quarantine`.
 
 ROLLOUT.json says which task it was and why its attempts failed; ROLLOUT.safetensors, where a segment had been stored,
-is the trajectory up to there (`sao_jax.data.trajectory.load_trajectory`). All of it follows from the ledger and the
-stored trajectories, so that what a full disk or a kill has left out is written at the next resume.
+is the trajectory up to its newest segment's end (`sao_jax.data.trajectory.load_trajectory`). All of it follows from the
+ledger and the stored trajectories, so that what a full disk or a kill has left out is written at the next resume.
 """
 
 import json
 import pathlib
 import time
 
-from sao_jax.data.storage import Location, TrajectoryStore
+from sao_jax.data.segments import read_trajectory
+from sao_jax.data.storage import TrajectoryStore
+from sao_jax.data.trajectory import save_trajectory
 from sao_jax.runtime.checkpoints import write_durably
 from sao_jax.runtime.ledger import Ledger
 
@@ -23,10 +25,10 @@ def quarantine(folder: pathlib.Path, ledger: Ledger, store: TrajectoryStore, rol
     """
     path = folder / FOLDER / f"{rollout}.json"
     path.parent.mkdir(exist_ok=True)
-    row, segment = ledger.rollout(rollout), ledger.last_segment(rollout)
-    part = None if segment is None else path.with_suffix(".safetensors")
+    row, segments = ledger.rollout(rollout), ledger.segments(rollout)
+    part = path.with_suffix(".safetensors") if segments else None
     if part is not None:
-        write_durably(part, store.read(Location(**segment)))
+        write_durably(part, save_trajectory(read_trajectory(store, segments)))
     record = {
         "rollout": row.id,
         "task": row.task,

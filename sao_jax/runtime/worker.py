@@ -14,6 +14,7 @@ import sys
 import time
 from multiprocessing.connection import Connection
 
+from sao_jax.data.segments import Segment, save_segment
 from sao_jax.data.trajectory import Trajectory, load_trajectory, save_trajectory
 from sao_jax.runtime import wire
 from sao_jax.runtime.config import RunConfig
@@ -112,8 +113,8 @@ class Worker:
         self._prepared = None
         self._send("committed", version=version)
 
-    def _seam(self, snapshot: Trajectory) -> None:
-        self._send("segment", save_trajectory(snapshot))
+    def _seam(self, segment: Segment) -> None:
+        self._send("segment", save_segment(segment))
 
     def _send(self, kind: str, payload: bytes = b"", **fields) -> None:
         self._told_at = time.monotonic()

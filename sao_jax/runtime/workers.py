@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from sao_jax.data.protocols import Split, TaskFamily
+from sao_jax.data.segments import Segment, load_segment
 from sao_jax.data.trajectory import Trajectory, load_trajectory, save_trajectory
 from sao_jax.rollout.agents import Failure
 from sao_jax.rollout.clock import never_backward
@@ -72,7 +73,7 @@ class Workers:
 
     Attributes:
       version: of the weights that processes sample with.
-      seam: called with a snapshot of an attempt under way at the end of each segment.
+      seam: called with each segment of an attempt under way when it is complete.
     """
 
     last_schedule = None  # bursts of several engines have no common order to be driven again in
@@ -90,7 +91,7 @@ class Workers:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.family, self.version = family, 0
-        self.seam: Callable[[Trajectory], None] | None = None
+        self.seam: Callable[[Segment], None] | None = None
         self.trace: Trace | None = None
         self._config, self._context, self._folder = config, context, folder
         self._backend, self._readings = backend, readings
@@ -281,9 +282,9 @@ class Workers:
                 self._forget(rollout)
                 self._failures.append(Failure(rollout, attempt, message["reason"]))
         elif kind == "segment":
-            snapshot = self._checked(load_trajectory(payload))
-            if self.seam is not None and self._is_mine(process, snapshot.rollout, snapshot.attempt):
-                self.seam(snapshot)
+            segment = self._checked(load_segment(payload))
+            if self.seam is not None and self._is_mine(process, segment.rollout, segment.attempt):
+                self.seam(segment)
         elif kind == "ready":
             self._welcome(process)
         elif kind in ("prepared", "refused"):
@@ -329,10 +330,11 @@ class Workers:
             self.trace.add(t.task, f"worker {process.name}", started_at, self._clock(), rollout=t.rollout)
         self._ended.append(t)
 
-    def _checked(self, t: Trajectory) -> Trajectory:
+    def _checked(self, t: Trajectory | Segment) -> Trajectory | Segment:
         """Raises ValueError for what no sound process returns; a log-prob that is no number never reaches a ratio."""
-        if t.length > self._context:
-            raise ValueError(f"{t.length} tokens in a context of {self._context}")
+        length = t.end_token if isinstance(t, Segment) else t.length
+        if length > self._context:
+            raise ValueError(f"{length} tokens in a context of {self._context}")
         if not np.all(np.isfinite(t.rollout_logp)):
             raise ValueError("a log-prob is not finite")
         newest = int(t.version.max())

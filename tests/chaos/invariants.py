@@ -78,6 +78,11 @@ def last_version(folder: pathlib.Path) -> int:
     return _ask(folder, Ledger.last_version)
 
 
+def attempts_under_way(folder: pathlib.Path) -> int:
+    """The same of attempts that have begun and not ended."""
+    return _ask(folder, lambda ledger: ledger.counts()["running"])
+
+
 def _ask(folder: pathlib.Path, question: Callable[[Ledger], int]) -> int:
     try:
         with Ledger(folder / "ledger.sqlite", read_only=True) as ledger:

@@ -14,6 +14,7 @@ from invariants import (
     KILLS,
     SEED,
     TASK,
+    attempts_under_way,
     check_record,
     check_run,
     children,
@@ -39,11 +40,11 @@ def moments(rng, count):
 
 
 def wait_for(process, folder, kind, amount, more):
-    """Until the moment has come, or the process has ended."""
+    """Until the moment has come, after some events one at which attempts are under way, or the process has ended."""
     begun, before = time.monotonic(), last_position(folder)
     while process.poll() is None and time.monotonic() < begun + LIFE_S:
         passed = time.monotonic() - begun if kind == "seconds" else last_position(folder) - before
-        if passed >= amount:
+        if passed >= amount and (kind == "seconds" or attempts_under_way(folder)):
             break
         time.sleep(0.02)
     time.sleep(more)
@@ -58,13 +59,13 @@ def kill(pids):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "count"),
-    [(dict(workers=2), KILLS), (dict(devices=2, task=f"{TASK},wait=0.05"), -(-KILLS // 2))],
+    [(dict(workers=2), KILLS), (dict(devices=2), -(-KILLS // 2))],
     ids=["three-processes", "one-process"],
 )
 def test_a_run_that_is_killed_at_random_moments_loses_and_repeats_nothing(tmp_path, training, flags, count):
     """Every other time only the learner is killed, and its rollout processes end by themselves."""
     rng, folder = random.Random(f"{SEED}/{sorted(flags)}"), tmp_path / "run"
-    flags, orphans = FLAGS | flags | dict(rollouts=32 * count), 0
+    flags, orphans = FLAGS | flags | dict(rollouts=32 * count, task=f"{TASK},wait=0.05"), 0
     for number, moment in enumerate(moments(rng, count)):
         process = training(folder, **flags)
         wait_for(process, folder, *moment)

@@ -10,7 +10,19 @@ def test_a_name_gives_the_family_with_its_defaults():
     assert isinstance(family, Calculator)
     assert family.max_tokens == 64
     # The tests of the runtime register a family of their own in the same process.
-    assert set(registry.names()) - {"tiny"} == {"arithmetic", "calculator", "contest", "mathword", "repair"}
+    tasks = {
+        "arithmetic",
+        "calculator",
+        "contest",
+        "coq",
+        "dialogue",
+        "grid",
+        "long-repair",
+        "mathword",
+        "proof",
+        "repair",
+    }
+    assert set(registry.names()) - {"tiny"} == tasks
 
 
 def test_options_are_parsed_as_numbers_booleans_or_text():

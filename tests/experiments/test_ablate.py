@@ -21,8 +21,8 @@ from experiments._cli import UserError
 from experiments.ablate import Cell as Run
 from experiments.ablate import arguments, cell_flags, cells, run_name, warm_flags
 from sao_jax.envs.registry import make_family
-from sao_jax.report import ablation
-from sao_jax.report.ablation import Cell
+from sao_jax.report import comparison, comparison_figures, comparison_tables
+from sao_jax.report.comparison import Cell
 from sao_jax.report.intervals import mean_interval
 from sao_jax.runtime.config import RunConfig
 from sao_jax.runtime.signals import GracefulStop
@@ -79,7 +79,7 @@ def test_a_run_is_named_by_what_it_is_and_shared_by_presets():
 
 def cell(method, seed, success, clock=(0, 10, 20, 30), **options):
     n = len(success)
-    health = dict.fromkeys(ablation.HEALTH, 0.5)
+    health = dict.fromkeys(comparison.HEALTH, 0.5)
     return Cell(
         method, {}, seed, rollouts=100.0 * np.arange(n), clock=np.array(clock[:n], float),
         success=np.array(success), n=64, measured=n, health=health, **options,
@@ -89,9 +89,9 @@ def cell(method, seed, success, clock=(0, 10, 20, 30), **options):
 def test_tokens_outside_the_band_are_told_by_the_sign_of_their_advantage():
     runs = [cell("sao", s, [0.2, 0.4], outside={"above_pos": 0.001, "above_neg": 0.003 * s, "below_pos": math.nan,
                                                 "below_neg": 0.0}) for s in range(2)]  # fmt: skip
-    assert "| sao | 0.100 % | 0.150 % | - | 0.000 % |" in ablation.summary(runs, "sao")
-    assert "by the sign" not in ablation.summary(runs[:1], "sao"), "nothing was above"
-    (line,) = csv.DictReader(io.StringIO(ablation.runs_csv(runs[1:])))
+    assert "| sao | 0.100 % | 0.150 % | - | 0.000 % |" in comparison_tables.summary(runs, "sao")
+    assert "by the sign" not in comparison_tables.summary(runs[:1], "sao"), "nothing was above"
+    (line,) = csv.DictReader(io.StringIO(comparison.runs_csv(runs[1:])))
     assert (line["above_neg"], line["below_pos"]) == ("0.003", "nan")
 
 
@@ -126,7 +126,7 @@ def test_a_collapse_is_a_fall_under_half_of_the_best_that_lasts(success, fell):
 def test_effects_are_paired_by_seed_and_censored_runs_count():
     grpo = [cell("grpo", s, [0.2, 0.4, 0.5, 0.6 + s / 10], clock=(0, 20, 40, 60)) for s in range(3)]
     sao = [cell("sao", s, [0.2, 0.5, 0.7, 0.7 + s / 10]) for s in range(3)] + [cell("sao", 9, [0.2] * 4)]
-    table = {r["method"]: r for r in ablation.rows(sao + grpo, "grpo")}
+    table = {r["method"]: r for r in comparison.rows(sao + grpo, "grpo")}
     assert table["sao"]["effect"] == pytest.approx((0.1, 0.1, 0.1))
     assert table["sao"]["clock_ratio"] == pytest.approx((0.5, 0.5, 0.5))
     assert table["sao"]["level"] == pytest.approx(0.95 * 0.7)
@@ -142,7 +142,7 @@ def test_effects_are_paired_by_seed_and_censored_runs_count():
 def test_the_summary_and_the_csv_tell_what_is_missing(tmp_path):
     half = dataclasses.replace(cell("sao", 1, [0.9, 0.9]), error="it broke")
     runs = [cell("grpo", 0, [0.2, 0.5, 0.6]), cell("sao", 0, [0.2, 0.6, 0.2]), half]
-    paths = ablation.write(tmp_path, runs, reference="grpo")
+    paths = comparison_tables.write(tmp_path, runs, reference="grpo")
     assert [p.name for p in paths] == ["runs.csv", "curves.csv", "summary.md", "curves.png"]
     text = (tmp_path / "summary.md").read_text()
     assert "- sao, seed 1: it broke" in text
@@ -155,13 +155,13 @@ def test_the_summary_and_the_csv_tell_what_is_missing(tmp_path):
 
 def test_curves_are_read_back(tmp_path):
     runs = [cell("grpo", 0, [0.25, 0.5, 0.625]), dataclasses.replace(cell("sao", 3, [0.25, 0.75]), point={"lr": 0.001})]
-    ablation.write(tmp_path, runs, reference="grpo")
-    again = ablation.read_curves(tmp_path / "curves.csv")
+    comparison_tables.write(tmp_path, runs, reference="grpo")
+    again = comparison.read_curves(tmp_path / "curves.csv")
     assert [(c.label, c.seed, c.n) for c in again] == [("grpo", 0, 64), ("sao, lr 0.001", 3, 64)]
     for a, b in zip(again, runs, strict=True):
         np.testing.assert_array_equal(a.success, b.success)
         np.testing.assert_array_equal(a.clock, b.clock)
-    assert ablation.rows(again, "grpo")[0]["final"][0] == 0.625
+    assert comparison.rows(again, "grpo")[0]["final"][0] == 0.625
 
 
 @pytest.mark.parametrize("point", [{"lr": 1e-3}, {"forced_staleness": 4, "lr": 1e-3}])
@@ -170,16 +170,16 @@ def test_a_grid_is_drawn_by_its_values(tmp_path, point):
         dataclasses.replace(cell(m, s, [0.2, 0.5, 0.6 + s / 10]), point=point | {"lr": lr})
         for m in ("grpo", "sao") for s in range(2) for lr in (1e-3, 3e-3)
     ]  # fmt: skip
-    assert [p.name for p in ablation.write(tmp_path, runs, reference="grpo")][-1] == "sweep.png"
-    figure = ablation.sweep(runs)
+    assert [p.name for p in comparison_tables.write(tmp_path, runs, reference="grpo")][-1] == "sweep.png"
+    figure = comparison_figures.sweep(runs)
     first, last = figure.axes[0], figure.axes[-1]
     assert [t.get_text() for t in last.get_xticklabels()] == (["4"] if len(point) == 2 else ["0.001", "0.003"])
     np.testing.assert_allclose(first.containers[0].lines[0].get_ydata(), 0.65)
-    assert ablation.sweep([]).axes
+    assert comparison_figures.sweep([]).axes
 
 
 def test_a_comparison_of_nothing_is_no_crash(tmp_path):
-    assert ablation.write(tmp_path / "new", [Cell("sao", {}, 0, error="not run")], reference="grpo")
+    assert comparison_tables.write(tmp_path / "new", [Cell("sao", {}, 0, error="not run")], reference="grpo")
 
 
 def test_mean_interval_is_students():
@@ -231,7 +231,7 @@ def read(folder, lines, **config):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     (folder / "evaluation.json").write_text("{}")
     (folder / "config.json").write_text(json.dumps(config))
-    return ablation.read_cell(folder, "sao", {}, 0)
+    return comparison.read_cell(folder, "sao", {}, 0)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_the_wait_for_the_last_stragglers_is_left_out(tmp_path):
 def test_a_ratio_that_cannot_be_had_is_left_out(tmp_path):
     made = (("grpo", 0.0, ""), ("sao", 0.0, ""), ("grpo", 2.0, ""), ("sao", 2.0, "failed"))
     runs = [dataclasses.replace(cell(m, 0, [0.2, 0.6]), point={"env_sigma": s}, error=e) for m, s, e in made]
-    assert "clock.png" in [p.name for p in ablation.write(tmp_path, runs, reference="grpo")]
+    assert "clock.png" in [p.name for p in comparison_tables.write(tmp_path, runs, reference="grpo")]
 
 
 # -- whole comparisons, with a trainer that trains nothing -------------------------------------------------------------

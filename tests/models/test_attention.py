@@ -113,7 +113,7 @@ def test_choice_follows_the_backend(monkeypatch):
     monkeypatch.setattr(attn, "fused_causal_attention", lambda *a: used.append("fused"))
     for backend in ("cpu", "gpu"):
         monkeypatch.setattr(jax, "default_backend", lambda name=backend: name)
-        attn.attention(None, None, None)
+        attn.attention(*inputs(1, 8, 2, 1, 8)[:3])
     assert used == ["blockwise", "fused"]
 
 

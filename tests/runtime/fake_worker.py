@@ -13,6 +13,7 @@ import time
 import zlib
 from multiprocessing.connection import Connection
 
+from sao_jax.data.segments import new_segment, save_segment
 from sao_jax.data.trajectory import TrajectoryBuilder, save_trajectory
 from sao_jax.runtime import wire
 
@@ -80,7 +81,8 @@ def main():
         if behaviour() == "slow":
             time.sleep(0.2)
         if once("seam"):
-            wire.send(connection, "segment", save_trajectory(trajectory(message, version).build("truncated", "seam")))
+            segment = new_segment(trajectory(message, version), steps_per_segment=1)
+            wire.send(connection, "segment", save_segment(segment))
             os.kill(os.getpid(), signal.SIGKILL)
         logp, tokens, at = -0.5, (1, 2), version
         if once("nan"):

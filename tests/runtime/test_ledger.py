@@ -112,15 +112,15 @@ def test_unfinished_and_untrained_rollouts_come_first_after_a_resume(tmp_path):
 def test_parts_of_a_rollout_are_found_again_and_belong_to_what_is_stored(tmp_path):
     with Ledger(tmp_path / "ledger.sqlite", create=True) as ledger:
         admit(ledger, 3)
-        assert ledger.last_segment(0) is None
+        assert ledger.segments(0) == []
         ledger.segment(0, {"offset": 10})
         ledger.segment(1, {"offset": 20})
-        ledger.segment(0, {"offset": 30})
+        ledger.segment(0, {"offset": 30}, 7)
         finish(ledger, [2])
         assert ledger.last_location() == {"offset": 2}
         ledger.segment(1, {"offset": 40})
         assert ledger.last_location() == {"offset": 40}, "parts lie in the same files and must not be cut off"
-        assert (ledger.last_segment(0), ledger.last_segment(1)) == ({"offset": 30}, {"offset": 40})
+        assert (ledger.segments(0), ledger.segments(1)) == ([{"offset": 10}, {"offset": 30}], [{"offset": 40}])
         with pytest.raises(LedgerError, match="rollout 2 cannot be stored in part: it is finished"):
             ledger.segment(2, {"offset": 50})
         assert ledger.check()["running"] == 2
@@ -349,7 +349,7 @@ def test_another_format_is_refused(tmp_path):
     Ledger(path, create=True).close()
     with sqlite3.connect(path) as db:
         db.execute("PRAGMA user_version=7")
-    with pytest.raises(LedgerError, match="has ledger format 7, this program reads 1"):
+    with pytest.raises(LedgerError, match="has ledger format 7, this program reads 1 to 2"):
         Ledger(path)
 
 

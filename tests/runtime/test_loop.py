@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from helpers import MODEL_FLAGS, Record, SilentDisplay, Tiny, TinyEnvironment, quick_compile  # noqa: F401
 
+from sao_jax.data.segments import load_segment
 from sao_jax.data.storage import Location, TrajectoryStore
-from sao_jax.data.trajectory import load_trajectory
 from sao_jax.report.tokens import trajectory_html
 from sao_jax.runtime.checkpoints import Checkpoints
 from sao_jax.runtime.collector import DeadGroupsError
 from sao_jax.runtime.config import RunConfig
-from sao_jax.runtime.inspect import read_trajectories
+from sao_jax.runtime.inspect import open_segments, read_trajectories
 from sao_jax.runtime.train import train
 
 BASE = dict(
@@ -450,15 +450,21 @@ def test_an_attempt_goes_on_from_its_last_stored_segment(tmp_path, monkeypatch):
     resumed = 0
     with TrajectoryStore(tmp_path / "trajectories") as store:
         for event in record.of_kind("segment"):
-            part = load_trajectory(store.read(Location(**event["location"])))
+            part = load_segment(store.read(Location(**event["location"])))
             whole = record.trajectories[event["rollout"]]
             if whole.attempt == 0 or event["attempt"] > 0:
                 continue
             # What the failed attempt had stored is the beginning of what was trained, log-probs and versions included.
             resumed += 1
             for name in ("tokens", "rollout_logp", "version", "action_mask"):
-                np.testing.assert_array_equal(getattr(whole, name)[: part.length], getattr(part, name))
+                ours = getattr(whole, name)[part.first_token : part.end_token]
+                np.testing.assert_array_equal(ours, getattr(part, name))
     assert resumed > 0
+    # Each token is stored once: every step is a segment, whichever attempt it is of.
+    for rollout, whole in record.trajectories.items():
+        reader = open_segments(tmp_path, rollout)
+        assert [s.index for s in reader] == list(range(whole.num_steps))
+        np.testing.assert_array_equal(reader.columns(0, whole.length)["tokens"], whole.tokens)
 
 
 def test_an_attempt_that_cannot_be_restored_starts_over(tmp_path, monkeypatch):

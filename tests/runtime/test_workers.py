@@ -117,7 +117,7 @@ def test_segments_are_handed_on_before_a_process_dies(make):
     workers.seam = parts.append
     done, failures = play(workers, 8)
     assert len(done) == 8
-    assert [(p.attempt, p.end) for p in parts] == [(0, "truncated")]
+    assert [(p.attempt, p.first_token, p.length, p.last) for p in parts] == [(0, 0, 4, False)]
     assert parts[0].rollout in {f.rollout for f in failures}
 
 

@@ -1,4 +1,4 @@
-"""Tables and curves of a comparison of methods over paired seeds.
+"""The runs of a comparison of methods over paired seeds, as curves and figures.
 
 A cell is one run. Its curve is held-out success over the rollouts it has cost (preheating and dropped ones included)
 and over its clock (compute and simulated environments; evaluations not). Intervals are Student's t over seeds, and
@@ -10,19 +10,15 @@ import dataclasses
 import io
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 
-from sao_jax.report.curves import INK, png
 from sao_jax.report.intervals import mean_interval
-from sao_jax.report.run_folder import finite, of_stage, read_json, read_run, series, values, write_whole
+from sao_jax.report.run_folder import finite, of_stage, read_json, read_run, series, values
 
-COLORS = ("#2563eb", "#ea7317", "#0f9d76", "#d1344b", "#7c4dcc", "#64748b", "#b45309", "#0891b2", "#be185d", "#4d7c0f")
 NEAR = 0.95  # of the reference's final mean: the level that steps are counted to
 COLLAPSE = 0.5  # final success under this share of the run's best
 KL_TARGET = 0.05
@@ -127,7 +123,7 @@ def read_cell(folder: Path, method: str, point: Mapping[str, Any], seed: int, er
     for name, keys in HEALTH.items():
         parts = [values(seen[-LATEST:], key) for key in keys]
         health[name] = float(sum(p.mean() for p in parts)) if all(len(p) for p in parts) else math.nan
-    outside = {name: _mean(values(seen, key).tolist()) for name, key in OUTSIDE.items()}
+    outside = {name: mean_of_known(values(seen, key).tolist()) for name, key in OUTSIDE.items()}
     health["kl_within"] = float(np.mean([_kl(u) <= KL_TARGET for u in updates])) if updates else math.nan
     latency = values(updates, "async/publish_latency_s")
     health["latency"] = float(np.median(latency)) if len(latency) else math.nan
@@ -142,11 +138,7 @@ def read_cell(folder: Path, method: str, point: Mapping[str, Any], seed: int, er
     )
 
 
-def _share(x: float) -> str:
-    return "-" if math.isnan(x) else f"{100 * x:.3f} %"
-
-
-def _mean(x: Sequence[float]) -> float:
+def mean_of_known(x: Sequence[float]) -> float:
     """Of the numbers among them; NaN if there are none."""
     known = [v for v in x if not math.isnan(v)]
     return math.fsum(known) / len(known) if known else math.nan
@@ -184,7 +176,7 @@ def _kl(line: Mapping) -> float:
     return after if after is not None else finite(line.get("rollout_corr/kl")) or 0.0
 
 
-# --- tables -----------------------------------------------------------------------------------------------------------
+# --- effects ----------------------------------------------------------------------------------------------------------
 
 
 def rows(cells: Sequence[Cell], reference: str) -> list[dict[str, Any]]:
@@ -220,8 +212,8 @@ def rows(cells: Sequence[Cell], reference: str) -> list[dict[str, Any]]:
             "equal_clock": equal_clock,
             "clock": mean_interval([c.clock[-1] for c in group]),
             "training": mean_interval([c.training for c in group]),
-            "health": {k: _mean([c.health[k] for c in group]) for k in HEALTH},
-            "outside": {k: _mean([c.outside.get(k, math.nan) for c in group]) for k in OUTSIDE},
+            "health": {k: mean_of_known([c.health[k] for c in group]) for k in HEALTH},
+            "outside": {k: mean_of_known([c.outside.get(k, math.nan) for c in group]) for k in OUTSIDE},
         }  # fmt: skip
         if pairs and group[0].method != reference:
             row["effect"] = mean_interval([c.final - r.final for c, r in pairs])
@@ -233,65 +225,7 @@ def rows(cells: Sequence[Cell], reference: str) -> list[dict[str, Any]]:
     return found
 
 
-def summary(cells: Sequence[Cell], reference: str, budget: str = "both") -> str:
-    """The comparison as Markdown."""
-    table = rows(cells, reference)
-    out = []
-    has_curves = any(c.has_curve for c in cells)
-    if has_curves and budget in ("rollouts", "both"):
-        head = (
-            "method", "seeds", "held-out success", "area under curve", f"rollouts to {NEAR:.0%} of {reference}'s",
-            "collapsed", f"effect against {reference}",
-        )  # fmt: skip
-        body = [
-            (
-                r["method"], r["seeds"], percent(r["final"]), percent(r["area"]),
-                f"{_count(r['steps'])} ({r['reached']}/{r['seeds']})", _fallen(r), points(r.get("effect")),
-            )
-            for r in table
-        ]  # fmt: skip
-        out += ["## At equal rollouts", "", _table(head, body), ""]
-    if budget in ("wallclock", "both") and table:
-        clocks = {round(r["equal_clock"]) for r in table}
-        after = f"success after {clocks.pop()} s" if len(clocks) == 1 else "success at the quickest method's end"
-        head = ("method", after, f"effect against {reference}", "clock of a run [s]", f"clock / {reference}'s")
-        body = [
-            (
-                r["method"],
-                percent(r["at_clock"]) if has_curves else "",
-                points(r.get("effect_at_clock")) if has_curves else "",
-                number(r["clock"], 0), number(r.get("clock_ratio"), 2),
-            )
-            for r in table
-        ]  # fmt: skip
-        out += ["## At equal wall clock", "", _table(head, body), ""]
-    head = ("method", "effective sample size", "outside the band", "KL [nats/token]", "explained variance", "staleness",
-            "success in training")  # fmt: skip
-    body = [
-        (
-            r["method"], _short(r["health"]["ess"]), _short(r["health"]["masked"], "%"), _short(r["health"]["kl"]),
-            _short(r["health"]["explained_var"]), _short(r["health"]["staleness"]), percent(r["training"]),
-        )
-        for r in table
-    ]  # fmt: skip
-    out += [
-        f"## Health over the last {LATEST} updates (before the fall, where a run collapsed)",
-        "",
-        _table(head, body),
-    ]
-    if any(r["outside"]["above_neg"] > 0 for r in table):
-        head = ("method", "above, advantage > 0", "above, < 0", "below, > 0", "below, < 0")
-        body = [(r["method"], *(_share(r["outside"][k]) for k in OUTSIDE)) for r in table]
-        out += ["", "## Tokens outside the band, by the sign of their advantage", "", _table(head, body)]
-    if failed := [c for c in cells if c.error]:
-        out += ["", "## Not finished", "", *(f"- {c.label}, seed {c.seed}: {c.error}" for c in failed)]
-    out += [
-        "",
-        "Means over seeds with 95 % intervals (Student's t); effects are differences paired by seed. Collapsed: final "
-        f"success under {COLLAPSE:.0%} of the run's best (at: median rollouts). In brackets behind rollouts: runs that "
-        "reached the level within the budget. The clock of a run leaves out the wait for its last stragglers.",
-    ]
-    return "\n".join(out) + "\n"
+# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def runs_csv(cells: Sequence[Cell]) -> str:
@@ -367,171 +301,3 @@ def read_curves(path: Path) -> list[Cell]:
         )
         for (method, point, seed), lines in groups.items()
     ]
-
-
-def write(folder: Path, cells: Sequence[Cell], *, reference: str, budget: str = "both") -> list[Path]:
-    """Writes runs.csv, curves.csv, summary.md and pictures; returns the paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [
-        write_whole(folder / "runs.csv", runs_csv(cells).encode()),
-        write_whole(folder / "curves.csv", curves_csv(cells).encode()),
-        write_whole(folder / "summary.md", summary(cells, reference, budget).encode()),
-    ]
-    if all("env_sigma" in c.point for c in cells):
-        paths.append(write_whole(folder / "clock.png", png(clock_ratios(cells, reference))))
-    elif all(c.point for c in cells):
-        paths.append(write_whole(folder / "sweep.png", png(sweep(cells))))
-    elif any(c.has_curve for c in cells):
-        paths.append(write_whole(folder / "curves.png", png(curves(cells))))
-    return paths
-
-
-# --- pictures ---------------------------------------------------------------------------------------------------------
-
-
-def curves(cells: Sequence[Cell]) -> Figure:
-    """Held-out success over rollouts and over the clock: means over seeds, with 95 % bands."""
-    figure = Figure(figsize=(11, 4.2), layout="constrained", facecolor="white")
-    cells = [c for c in cells if len(c.success) > 1 and not c.error]
-    labels = list(dict.fromkeys(c.label for c in cells))
-    for axes, axis, name in zip(
-        figure.subplots(1, 2, sharey=True), ("rollouts", "clock"), ("rollouts, all that were paid for", "clock [s]"),
-        strict=True,
-    ):  # fmt: skip
-        for label, color in zip(labels, _colors(len(labels)), strict=True):
-            group = [c for c in cells if c.label == label]
-            end = min(getattr(c, axis)[-1] for c in group)
-            x = np.linspace(0, end, 60)
-            y = np.array([np.interp(x, getattr(c, axis), c.success) for c in group])
-            axes.plot(x, y.mean(0), color=color, lw=1.8, label=label)
-            if len(group) > 1:
-                spread = np.array([mean_interval(column) for column in y.T])
-                axes.fill_between(x, spread[:, 1], spread[:, 2], color=color, alpha=0.14, lw=0)
-        axes.set_xlabel(name, color=INK)
-        axes.set_ylim(0, 1)
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes.grid(color="#e5e7eb")
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].set_ylabel("held-out success", color=INK)
-    if len(labels) <= 12:
-        figure.axes[1].legend(frameon=False, fontsize=9, loc="lower right")
-    else:
-        figure.legend(*figure.axes[0].get_legend_handles_labels(), frameon=False, fontsize=7, loc="outside right")
-    return figure
-
-
-def sweep(cells: Sequence[Cell]) -> Figure:
-    """Final success and health of each method over the first value of the grid, a column for each of the others."""
-    cells = [c for c in cells if len(c.success) and not c.error]
-    axis, *others = list(cells[0].point) if cells else ["-"]
-    places = sorted({c.point[axis] for c in cells})
-    columns = sorted({tuple(c.point[o] for o in others) for c in cells}) or [()]
-    methods = list(dict.fromkeys(c.method for c in cells))
-    held_out = any(c.has_curve for c in cells)
-    figures: dict[str, Callable[[Cell], float]] = {
-        "held-out success" if held_out else "success in training": lambda c: c.final if held_out else c.training,
-        "effective sample size": lambda c: c.health["ess"],
-        "tokens outside the band": lambda c: c.health["masked"],
-        "explained variance": lambda c: c.health["explained_var"],
-    }
-    size = (1.5 + 3.6 * len(columns), 1 + 2.2 * len(figures))
-    figure = Figure(figsize=size, layout="constrained", facecolor="white")
-    grid = figure.subplots(len(figures), len(columns), squeeze=False, sharex=True, sharey="row")
-    for row, (name, value) in zip(grid, figures.items(), strict=True):
-        for axes, column in zip(row, columns, strict=True):
-            for i, (method, color) in enumerate(zip(methods, _colors(len(methods)), strict=True)):
-                mine = [c for c in cells if c.method == method and tuple(c.point[o] for o in others) == column]
-                found = [
-                    (x, mean_interval([value(c) for c in mine if c.point[axis] == p])) for x, p in enumerate(places)
-                ]
-                found = [(x, m, *(m if math.isnan(end) else end for end in (low, high)))
-                         for x, (m, low, high) in found if not math.isnan(m)]  # fmt: skip
-                if found:
-                    x, mean, low, high = np.array(found).T
-                    x = x + 0.06 * (i - (len(methods) - 1) / 2)  # or error bars would hide each other
-                    axes.errorbar(x, mean, [mean - low, high - mean], color=color, marker="o", ms=4, capsize=2, lw=1.4,
-                                  label=method)  # fmt: skip
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.grid(color="#e5e7eb")
-        row[0].set_ylabel(name, color=INK)
-    grid[0][0].set_ylim(0, 1)
-    for axes, column in zip(grid[0], columns, strict=True):
-        axes.set_title(", ".join(f"{o} {v:g}" for o, v in zip(others, column, strict=True)), color=INK, fontsize=10)
-    for axes in grid[-1]:
-        axes.set_xticks(range(len(places)), [f"{p:g}" for p in places])
-        axes.set_xlabel(axis, color=INK)
-    figure.legend(*grid[0][0].get_legend_handles_labels(), frameon=False, loc="outside upper center", ncols=4)
-    return figure
-
-
-def clock_ratios(cells: Sequence[Cell], reference: str) -> Figure:
-    """The clock of each method over that of the reference, by the spread of environment times."""
-    figure = Figure(figsize=(6, 4), layout="constrained", facecolor="white")
-    axes = figure.subplots()
-    methods = [m for m in dict.fromkeys(c.method for c in cells) if m != reference]
-    sigmas = sorted({c.point["env_sigma"] for c in cells})
-    table = {r["method"]: r for r in rows(cells, reference)}
-    for method, color in zip(methods, _colors(len(methods)), strict=True):
-        found = [(s, table.get(f"{method}, env_sigma {s:g}", {}).get("clock_ratio")) for s in sigmas]
-        found = [(s, *i) for s, i in found if i is not None]
-        if found:
-            x, mean, low, high = np.array(found).T
-            axes.errorbar(x, mean, [mean - low, high - mean], color=color, marker="o", capsize=3, label=method)
-    axes.axhline(1.0, color=INK, lw=0.8)
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel("sigma of environment times (log scale of the lognormal)")
-    axes.set_ylabel(f"clock of a run / {reference}'s")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    return figure
-
-
-def _colors(count: int) -> list[str]:
-    return [COLORS[i % len(COLORS)] for i in range(count)]
-
-
-# --- text -------------------------------------------------------------------------------------------------------------
-
-Interval = tuple[float, float, float]
-
-
-def percent(interval: Interval) -> str:
-    mean, low, high = interval
-    if math.isnan(mean):
-        return "-"
-    return f"{100 * mean:.1f} %" + ("" if math.isnan(low) else f" [{100 * low:.1f}, {100 * high:.1f}]")
-
-
-def points(interval: Interval | None) -> str:
-    """A difference of two rates, in points."""
-    if interval is None or math.isnan(interval[0]):
-        return ""
-    mean, low, high = interval
-    return f"{100 * mean:+.1f}" + ("" if math.isnan(low) else f" [{100 * low:+.1f}, {100 * high:+.1f}]")
-
-
-def number(interval: Interval | None, digits: int) -> str:
-    if interval is None or math.isnan(interval[0]):
-        return ""
-    mean, low, high = interval
-    return f"{mean:.{digits}f}" + ("" if math.isnan(low) else f" [{low:.{digits}f}, {high:.{digits}f}]")
-
-
-def _count(x: float) -> str:
-    return "not reached" if math.isinf(x) or math.isnan(x) else f"{x:,.0f}"
-
-
-def _fallen(row: Mapping[str, Any]) -> str:
-    return f"{row['collapsed']} (at {row['fell']:,.0f})" if row["collapsed"] else "0"
-
-
-def _short(x: float, unit: str = "") -> str:
-    if math.isnan(x):
-        return "-"
-    return f"{100 * x:.2f} %" if unit else f"{x:.3g}"
-
-
-def _table(head: Sequence, body: Sequence[Sequence]) -> str:
-    lines = [head, ["---"] * len(head), *body]
-    return "\n".join("| " + " | ".join(str(x) for x in line) + " |" for line in lines)
