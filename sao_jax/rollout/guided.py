@@ -120,6 +120,7 @@ def guided_attempt(family: TaskFamily, instance: Instance, search: Search, **lab
                 c.action, c.shown, c.tokens = action, False, np.concatenate([c.tokens, action.tokens])
             if step + 1 < search.granularity or search.after == "observation":
                 yield from _show([c for _, c in live], taken, new)
+        reasons = [c.episode.reason for c in candidates if c.end == "aborted"]
         candidates = [c for c in _distinct(candidates) if c.end != "aborted"]
         values = yield Judge([c.valued() for c in candidates])
         ranked = sorted([*ended, *zip(values.tolist(), candidates, strict=True)], key=lambda pair: -pair[0])
@@ -135,10 +136,12 @@ def guided_attempt(family: TaskFamily, instance: Instance, search: Search, **lab
                 going.append(item)
             elif item.end != "aborted":
                 ended.append((value, item))
-            elif not branching:
-                break  # the others have nothing to branch from
+            else:
+                reasons.append(item.reason)
+                if not branching:
+                    break  # the others have nothing to branch from
         if not going and not ended:
-            return Failure(root.rollout, root.attempt, "the environment failed on every candidate")
+            return Failure(root.rollout, root.attempt, reasons[-1])
     _, best = max(ended, key=lambda pair: pair[0])
     try:
         return dataclasses.replace(best.finish(), sampler=search.name)

@@ -80,6 +80,11 @@ class _Player:
         self.draws = self.sampled = 0
 
 
+def slow_calls(workers: int, timeout: float) -> _Calls:
+    """Threads for environments that may take long, or hang: after `timeout` s an attempt is given up."""
+    return _Calls(workers, timeout, time.monotonic)
+
+
 def play(
     engine: Engine,
     attempts: Iterable[tuple[int, Attempt]],
@@ -87,19 +92,18 @@ def play(
     width: int,
     temperature: float,
     value: Value | None = None,
-    slow: tuple[int, float] | None = None,
+    calls: _Calls | None = None,
     check: Callable[[], None] = lambda: None,
     report: Callable[[int], None] = lambda done: None,
 ) -> list[Played]:
     """Runs attempts (first rollout id, generator) of up to `width` lanes each, as many at once as the engine has rows
     for; their results in order.
 
-    The lanes of an attempt are rollouts first .. first + width - 1. slow: (workers, seconds) of environments that may
-    take long; they then run on threads, with that deadline. Raises ValueError if not even one attempt fits.
+    The lanes of an attempt are rollouts first .. first + width - 1. calls: threads for environments that may take
+    long, see `slow_calls`; others answer at once. Raises ValueError if not even one attempt fits.
     """
     if width > engine.slots:
         raise ValueError(f"an attempt needs {width} rows of the sampler; --slots is {engine.slots}")
-    calls = None if slow is None else _Calls(*slow, time.monotonic)
     waiting = enumerate(attempts)
     results: dict[int, Played] = {}
     live: dict[int, _Player] = {}  # by first rollout id

@@ -22,7 +22,7 @@ from sao_jax.rollout.budget import Budget, Cut, FixedBudget
 from sao_jax.rollout.budgeted import Budgeted, budgeted_attempt
 from sao_jax.rollout.engine import Engine
 from sao_jax.rollout.guided import Search, guided_attempt, valued_prefix
-from sao_jax.rollout.lanes import Attempt, Drawn, Played, play
+from sao_jax.rollout.lanes import Attempt, Drawn, Played, play, slow_calls
 from sao_jax.rollout.values import PrefixValues
 from sao_jax.runtime.config import RunConfig
 from sao_jax.runtime.devices import data_mesh
@@ -49,6 +49,10 @@ class Guide:
     report: Callable[[int], None] = _nothing  # told how many of them are over
     _next_id: int = FIRST_ID
 
+    def __post_init__(self):
+        config = self.config
+        self._calls = None if self.family.fast else slow_calls(config.env_workers, config.env_timeout)
+
     @property
     def stop_ids(self) -> set[int]:
         return {self.family.tokenizer.encode(character)[0] for character in self.family.stop}
@@ -69,17 +73,14 @@ class Guide:
                 own |= dict(temperature=self.config.temperature, limit_bootstrap=self.config.limit_bootstrap)
                 instance = self.family.instance("test", tasks[place])
                 attempts.append((first, make(tasks[place], self.family, instance, **own)))
-            slow = None if self.family.fast else (self.config.env_workers, self.config.env_timeout)
             played = play(self.engine, attempts, width=width, temperature=self.config.temperature, value=self.values,
-                          slow=slow, check=self.check, report=self.report)  # fmt: skip
+                          calls=self._calls, check=self.check, report=self.report)  # fmt: skip
             for place, now in zip(todo, played, strict=True):
                 before = found[place].sampled if place in found else 0
                 found[place] = Played(now.result, before + now.sampled)
             todo = [place for place in todo if _failed(found[place].result)]
             if not todo:
                 break
-        if todo and len(todo) == len(tasks):
-            raise ValueError(f"all {len(tasks)} attempts failed; the last: {_outcome(found[todo[-1]].result).reason}")
         return [found[place] for place in range(len(tasks))]
 
 
@@ -121,6 +122,7 @@ def guided_evaluation(guide: Guide, count: int, search: Search) -> Comparison:
         return guided_attempt(family, instance, search, **labels)
 
     played = guide.run(range(count), guided, what="guided", width=search.width)
+    _require_one(played)
     spent = sum(p.sampled for p in played)
     solved = sum(_reward(p.result) >= SUCCESS for p in played)
     rounds: list[list[Played]] = []
@@ -182,6 +184,7 @@ def budget_evaluation(guide: Guide, count: int, budget: Budget, fixed: FixedBudg
         return lambda task, family, instance, **labels: budgeted_attempt(family, instance, budget, **labels)
 
     base = guide.run(range(count), begun(fixed), what="fixed")
+    _require_one(base)
     granted = sum(p.sampled for p in base)
     won = sum(_reward(p.result) >= SUCCESS for p in base)
     figures = {"sampled_tokens": granted, "solved_per_1k_tokens": 1000 * won / granted}
@@ -236,6 +239,12 @@ def budget_evaluation(guide: Guide, count: int, budget: Budget, fixed: FixedBudg
 
 def _cut(task: int, seen: Budgeted, restarts: int) -> Cut:
     return Cut(task, seen.progress.values[0], seen.progress.values[-1], seen.progress.tokens, restarts)
+
+
+def _require_one(played: Sequence[Played]) -> None:
+    """Raises ValueError if every attempt failed: then it is not about the policy."""
+    if all(_failed(p.result) for p in played):
+        raise ValueError(f"all {len(played)} attempts failed; the last: {_outcome(played[-1].result).reason}")
 
 
 def _success(solved: int, count: int) -> dict[str, float]:

@@ -1,5 +1,8 @@
 """Evaluations led by values: what is counted, and that slow environments and failures change nothing."""
 
+import dataclasses
+import threading
+
 import jax
 import numpy as np
 import pytest
@@ -81,6 +84,21 @@ def test_slow_environments_are_waited_for_and_change_nothing(engine):
     assert slow.figures == fast.figures
 
 
+def test_an_environment_that_hangs_costs_its_attempt_and_no_more(engine):
+    class Hangs(Long):
+        def respond(self, problem, actions):
+            if problem == stuck:
+                threading.Event().wait(30)
+            return super().respond(problem, actions)
+
+    family = Hangs(turns=2, wait=0.001)
+    stuck = family.instance("test", 1).problem
+    config = dataclasses.replace(CONFIG, env_timeout=0.3)
+    led = Guide(engine, family, a_in_the_first_action(family), config, context=96)
+    figures = guided_evaluation(led, 3, Search(2, after="observation")).figures
+    assert figures["failed"] == 1
+
+
 def test_a_dynamic_budget_spends_about_what_the_fixed_one_does_on_more_attempts(engine):
     result = budget_evaluation(guide(engine, Long(turns=3)), 24, DynamicBudget(max_restarts=20), FixedBudget())
     figures, fixed = result.figures, result.figures["fixed"]
@@ -103,8 +121,10 @@ def test_failed_attempts_are_made_again_and_their_tokens_count(engine):
     assert not any(isinstance(p.result.outcome, Failure) for p in played)
     assert all(p.result.outcome.attempt == 1 for p in played)
     assert all(p.sampled > p.result.outcome.num_action_tokens for p in played)
+    played = guide(engine, Fickle(2)).run(range(1), plain_attempt)  # one of many restarts may fail
+    assert isinstance(played[0].result.outcome, Failure)
     with pytest.raises(ValueError, match="all 4 attempts failed; the last: environment: RuntimeError: not yet"):
-        guide(engine, Fickle(2)).run(range(4), plain_attempt)
+        guided_evaluation(guide(engine, Fickle(2)), 4, Search(2))
 
 
 def test_a_whole_attempt_is_valued_where_its_last_stop_token_was_chosen(engine):
@@ -121,8 +141,6 @@ def test_a_whole_attempt_is_valued_where_its_last_stop_token_was_chosen(engine):
     [({"preset": "grpo"}, r"has no critic \(--baseline grpo\)"), ({"temperature": 0.0}, "nothing to choose from")],
 )
 def test_a_run_without_a_choice_or_a_critic_is_refused(flags, says, tmp_path):
-    import dataclasses
-
     config = RunConfig(task="tiny", preset=flags.get("preset", "seed"), **MODEL_FLAGS).resolved()
     config = dataclasses.replace(config, temperature=flags.get("temperature", 1.0))
     with pytest.raises(ValueError, match=says):
