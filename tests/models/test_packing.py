@@ -49,17 +49,24 @@ def test_attention_over_packs_is_attention_over_each(form):
     for row in range(2):
         for pack in np.unique(ids[row]):
             at = row, ids[row] == pack
-            q1, k1, v1, d1 = (x[at][None] for x in (q, k, v, d))
-            out, pullback = jax.vjp(attn.causal_attention, q1, k1, v1)
-            for whole, own in zip(got, (out, *pullback(d1)), strict=True):
-                np.testing.assert_allclose(whole[at], own[0], atol=2e-5)
+            alone = [np.zeros((1, T, *x.shape[2:]), np.float32) for x in (q, k, v, d)]
+            for own, x in zip(alone, (q, k, v, d), strict=True):
+                own[0, : at[1].sum()] = x[at]
+            for whole, own in zip(got, reference(*alone), strict=True):
+                np.testing.assert_allclose(whole[at], own[0, : at[1].sum()], atol=2e-5)
+
+
+@jax.jit
+def reference(q, k, v, d):
+    out, pullback = jax.vjp(attn.causal_attention, q, k, v)
+    return out, *pullback(d)
 
 
 @pytest.fixture(scope="module")
 def params():
     policy = jax.jit(lambda key: init_params(MODEL, key))(jax.random.key(0))
     critic = init_critic(MODEL, policy)
-    critic["head"]["w"] = jnp.linspace(-1.0, 1.0, MODEL.dim)[:, None]
+    critic["head"]["w"] = jnp.linspace(-0.3, 0.3, MODEL.dim)[:, None]
     return {"policy": policy, "critic": critic}
 
 
@@ -95,7 +102,7 @@ def packings(draw):
 
 
 @given(packings(), st.integers(0, 2**16))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_packed_equals_unpacked_in_log_probs_values_loss_and_gradients(params, rows, seed):
     rng = np.random.default_rng(seed)
     ids = pack_ids(*rows)
@@ -113,6 +120,8 @@ def test_packed_equals_unpacked_in_log_probs_values_loss_and_gradients(params, r
             apart["tokens"][n, :length], apart["weight"][n, :length] = tokens[at], weight[at]
             apart["length"][n] = length
             places.append(at)
+    total = np.abs(weight).sum()  # a mean, as in training: a sum's rounding grows with its terms
+    weight, apart["weight"] = weight / total, apart["weight"] / total
     (loss, packed), gradient = loss_and_gradient(
         params, tokens, np.array([sum(lengths) for lengths in rows], np.int32), weight, ids, heat
     )
@@ -121,10 +130,9 @@ def test_packed_equals_unpacked_in_log_probs_values_loss_and_gradients(params, r
     )
     for n, at in enumerate(places):
         for name, whole, alone in zip(("log-prob", "value"), packed, own, strict=False):
-            np.testing.assert_allclose(whole[at], alone[n, : apart["length"][n]], atol=1e-5, err_msg=name)
-        np.testing.assert_allclose(packed[2][at], np.full(apart["length"][n], own[2][n]), atol=1e-5)
-    scale = max(1.0, np.abs(weight).sum())
-    assert abs(float(loss - want_loss)) < 1e-5 * scale
+            np.testing.assert_allclose(whole[at], alone[n, : apart["length"][n]], atol=1e-5, rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(packed[2][at], np.full(apart["length"][n], own[2][n]), atol=1e-5, rtol=1e-5)
+    assert abs(float(loss - want_loss)) < 1e-5
     for got, want in zip(jax.tree.leaves(gradient), jax.tree.leaves(want_gradient), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5 * max(1.0, np.abs(want).max()))
 
@@ -145,8 +153,9 @@ def test_bootstrap_ends_at_the_length_even_where_padding_shares_the_last_id():
 def test_a_row_of_one_pack_is_a_row_without_packs(params):
     tokens = np.random.default_rng(3).integers(0, MODEL.vocab_size, (2, T)).astype(np.int32)
     length = np.full(2, T, np.int32)
-    logp, values, bootstrap = terms(params, tokens, length)
-    same = terms(params, tokens, length, np.zeros((2, T), np.int32))
+    run = jax.jit(terms)
+    logp, values, bootstrap = run(params, tokens, length)
+    same = run(params, tokens, length, np.zeros((2, T), np.int32))
     np.testing.assert_allclose(same[0], logp, atol=1e-6)
     np.testing.assert_allclose(same[1], values, atol=1e-6)
     np.testing.assert_allclose(same[2], np.broadcast_to(bootstrap[:, None], (2, T)), atol=1e-6)
