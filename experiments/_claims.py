@@ -9,9 +9,10 @@ import numpy as np
 
 from experiments._ablations import BASE, METHODS, PRESETS
 from experiments._claim import Claim, Interval, Measured, Request, must
+from experiments._claims_compression import CLAIMS as COMPRESSION
 from experiments._claims_guided import CLAIMS as GUIDED
 from experiments._claims_runtime import hot_spots, recovery, scheduling_latency, throughput, utilization
-from experiments._claims_segments import CLAIMS as SEGMENT_CLAIMS
+from experiments._claims_segments import CLAIMS as SEGMENTS
 from experiments.ablate import Flags as AblateFlags
 from experiments.ablate import compare, finish_run, plan, warm_flags, warm_folder
 from sao_jax.report import comparison
@@ -272,8 +273,7 @@ CLAIMS: dict[str, Claim] = {
     "recovery": Claim("from a fault until work goes on", None, None, 1.0, "times shorter than a minute", recovery),
     "update-latency": Claim("from minutes to seconds", None, None, 60.0, "times shorter", update_latency),
 }  # fmt: skip
-CLAIMS |= SEGMENT_CLAIMS
-CLAIMS |= GUIDED
+CLAIMS |= COMPRESSION | SEGMENTS | GUIDED
 
 
 def verdict(effect: Interval, reported: float, null: float = 0.0) -> str:

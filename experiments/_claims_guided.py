@@ -10,6 +10,10 @@ from experiments.ablate import finish_run, warm_flags, warm_folder
 from sao_jax.report.intervals import mean_interval
 
 TASK = "calculator:level=3"  # expressions of two, three or five calls
+SIZES: dict[bool, dict[str, Any]] = {
+    True: dict(preheat_rollouts=256, rollouts=64),
+    False: dict(preheat_rollouts=2048, critic_lr=1e-3, rollouts=512),
+}
 
 
 def _trained(asked: Request, seed: int) -> pathlib.Path:
@@ -17,17 +21,14 @@ def _trained(asked: Request, seed: int) -> pathlib.Path:
     start = warm_folder(asked.results, TASK, seed, asked.quick)
     must(finish_run(start, warm_flags(TASK, seed, asked.quick), asked.check))
     folder = asked.results / ("guided-quick" if asked.quick else "guided") / f"s{seed}"
-    flags = BASE | SAO | dict(task=TASK, seed=seed, env_seconds=None, env_sigma=None, eval_every=0, eval_tasks=64)
-    flags |= dict(init_from=str(start.resolve()))
-    flags |= SIZES[asked.quick]
-    must(finish_run(folder, {k: v for k, v in flags.items() if v is not None}, asked.check))
+    must(finish_run(folder, run_flags(seed, asked.quick) | dict(init_from=str(start.resolve())), asked.check))
     return folder
 
 
-SIZES: dict[bool, dict[str, Any]] = {
-    True: dict(preheat_rollouts=256, rollouts=64),
-    False: dict(preheat_rollouts=2048, preheat_epochs=12, rollouts=512),
-}
+def run_flags(seed: int, quick: bool) -> dict[str, Any]:
+    """Flags of experiments.train for the run of a seed, wherever it begins."""
+    flags = BASE | SAO | SIZES[quick] | dict(task=TASK, seed=seed, eval_every=0, eval_tasks=64)
+    return {name: value for name, value in flags.items() if name not in ("env_seconds", "env_sigma")}
 
 
 def _guides(asked: Request):
@@ -35,7 +36,7 @@ def _guides(asked: Request):
     from sao_jax.runtime.guidance import restored_guide
     from sao_jax.runtime.run import read_config
 
-    for seed in range(asked.seeds or (1 if asked.quick else 3)):
+    for seed in range(asked.seeds or (1 if asked.quick else 2)):
         folder = _trained(asked, seed)
         guide, _ = restored_guide(read_config(folder), folder)
         guide.check = asked.check
@@ -91,7 +92,7 @@ def dynamic_length(asked: Request) -> Measured:
     from sao_jax.rollout.budget import DynamicBudget, FixedBudget
     from sao_jax.runtime.guidance import budget_evaluation
 
-    count = 64 if asked.quick else 1024
+    count = 64 if asked.quick else 512
     budgets = {"": DynamicBudget(), "patience 2: ": DynamicBudget(patience=2), "drop 0.7: ": DynamicBudget(drop=0.7)}
     found: dict[str, list[float]] = {}
     seeds, ours, plain = [], [], []

@@ -290,7 +290,7 @@ def loop(quick: bool):
             with contextlib.closing(run), Display(Console(file=nowhere)) as display:
                 display.stage(name, config.rollouts, "rollouts")
                 run.agents.warm_up()
-                run.learner.warm_up(blank_row(run.context), preheat=False)
+                run.learner.warm_up(blank_row(run.learner.layout.length), preheat=False)
                 metrics = LoopMetrics(run, display)
                 host = Loop(run, first_rollout=0, check=lambda: None, metrics=metrics)
                 host.go()

@@ -94,7 +94,6 @@ def check(flags: Flags) -> None:
 
 def main(stop) -> None:
     flags = _cli.parse(Flags, __doc__.splitlines()[0])
-    check(flags)
     search, budgets = chosen(flags)
     from sao_jax.runtime.devices import prepare_backend
     from sao_jax.runtime.run import read_config
@@ -136,7 +135,8 @@ def main(stop) -> None:
 
 
 def chosen(flags: Flags):
-    """(search, (budget, its fixed twin)), None where not asked for."""
+    """(search, (budget, its fixed twin)), None where not asked for. Raises ValueError for flags that cannot be."""
+    check(flags)
     from sao_jax.rollout.budget import DynamicBudget, FixedBudget
     from sao_jax.rollout.guided import Search
 
@@ -161,8 +161,8 @@ def led_by_critic(flags: Flags, config, folder: pathlib.Path, search, budgets, s
 
     guide, version = restored_guide(config, folder)
     with Display() as display:
-        display.stage("evaluation", flags.n, "instances")
         guide.check, guide.report = stop.check, display.advance
+        guide.stage = lambda name, total: display.stage(name, total, "instances")
         result = guided_evaluation(guide, flags.n, search) if search else budget_evaluation(guide, flags.n, *budgets)
     for t in result.trajectories[: flags.show]:
         print(f"reward {t.total_reward:g}  {guide.family.tokenizer.decode(t.tokens)}")

@@ -16,6 +16,8 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from sao_jax.data.windows import carried
+
 ENDS = ("terminated", "truncated", "aborted")
 UNSAMPLED = -1  # weights version of a token that no policy sampled
 
@@ -59,6 +61,8 @@ class Trajectory:
       sampler: what chose among actions that the policy drew; "" where the policy alone did. What was chosen is not
         distributed as rollout_logp says, so such a trajectory is not trained.
       reward_parts: totals by name. timings: seconds by name.
+      windows: (position, head, start) of every time the sampler's context was cut: from token `position` on it was
+        tokens[:head] + tokens[start:], see `windows`. Empty: the sampler saw everything.
     """
 
     tokens: np.ndarray
@@ -81,6 +85,7 @@ class Trajectory:
     sampler: str = ""
     reward_parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
     timings: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    windows: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def trainable(self) -> bool:
@@ -155,6 +160,11 @@ def check_trajectory(t: Trajectory) -> Trajectory:
         raise ValueError(f"token {_first(t.tokens < 0)} is negative")
     if t.step_ids[0] != 0 or np.any((np.diff(t.step_ids) != 0) & (np.diff(t.step_ids) != 1)):
         raise ValueError("step_ids must start at 0 and grow by at most 1 from token to token")
+    before = 0
+    for position, head, start in t.windows:
+        if not (before < position <= T and 0 <= head <= start < position):
+            raise ValueError(f"window {(position, head, start)} is not one of {T} tokens, after token {before}")
+        before = position
     for what, numbers in (("reward part", t.reward_parts), ("timing", t.timings)):
         for name, value in numbers.items():
             if not math.isfinite(value):
@@ -210,6 +220,7 @@ class TrajectoryBuilder:
             raise ValueError("the prompt is empty; token 0 of a trajectory is never an action")
         labels = dict(rollout=rollout, attempt=attempt, task=task, group=group, sample=sample, seed=seed)
         self._begin(labels | dict(temperature=temperature, top_p=top_p, top_k=top_k, sampler=sampler))
+        self._prompt = len(prompt)
         self._append(prompt)
 
     def _begin(self, labels: dict) -> None:
@@ -224,6 +235,8 @@ class TrajectoryBuilder:
         self._last_action = -1
         self._last_reward = 0.0  # of the last action token, in float64: rounded once, however it adds up
         self._open = False
+        self._windows: list[tuple[int, int, int]] = []
+        self._prompt = 0  # tokens before the first action
 
     @classmethod
     def resume(cls, t: Trajectory, **labels) -> "TrajectoryBuilder":
@@ -239,6 +252,8 @@ class TrajectoryBuilder:
         builder._length = builder._taken = t.length
         builder._actions = t.num_action_tokens
         builder._parts = dict(t.reward_parts)
+        builder._windows = list(t.windows)
+        builder._prompt = int(np.flatnonzero(t.action_mask)[0])
         builder._step = t.num_steps - 1
         builder._last_action = int(np.flatnonzero(t.action_mask)[-1])
         builder._last_reward = float(t.rewards[builder._last_action])
@@ -259,8 +274,33 @@ class TrajectoryBuilder:
 
     @property
     def tokens(self) -> np.ndarray:
-        """int32 [T]: all tokens so far, what a sampler must hold to go on."""
+        """int32 [T]: all tokens so far."""
         return self._since(0, "tokens")
+
+    @property
+    def context(self) -> np.ndarray:
+        """int32 [N]: what a sampler must hold to go on: all tokens, or those of the newest window."""
+        _, head, start = self._window
+        tokens = self.tokens
+        return np.concatenate([tokens[:head], tokens[start:]])
+
+    @property
+    def context_length(self) -> int:
+        _, head, start = self._window
+        return head + self.length - start
+
+    @property
+    def windows(self) -> tuple[tuple[int, int, int], ...]:
+        """As in `Trajectory`."""
+        return tuple(self._windows)
+
+    @property
+    def _window(self) -> tuple[int, int, int]:
+        return self._windows[-1] if self._windows else (0, 0, 0)
+
+    def open_window(self, size: int) -> None:
+        """The sampler goes on from here with a cut context, see `windows.carried`; within an action as well."""
+        self._windows.append((self.length, *carried(self._since(0, "step_ids"), self._prompt, size)))
 
     def add_action(self, tokens: Sequence[int], logp: Sequence[float], version: Sequence[int]) -> None:
         """A piece of an action as sampled; pieces join until `end_action` or an observation.
@@ -321,7 +361,7 @@ class TrajectoryBuilder:
     def scalars(self, end: str, reason: str = "", timings: Mapping[str, float] | None = None) -> dict[str, Any]:
         """What a record says of the whole trajectory, as it is now: all fields of `Trajectory` but the columns."""
         extra = dict(end=end, reason=reason, reward_parts=dict(self._parts), timings=dict(timings or {}))
-        return self._labels | extra
+        return self._labels | extra | dict(windows=self.windows)
 
     def take_segment(self, *, forget: bool = False) -> tuple[int, dict[str, np.ndarray]]:
         """Ends a segment: the position of its first token and its columns, those since the last call.
@@ -387,8 +427,12 @@ def save_record(record: Trajectory, key: str) -> bytes:
 
 
 def read_scalars(text: str) -> dict[str, Any]:
-    """Inverse of the JSON of `save_record`."""
-    return json.loads(text)
+    """Inverse of the JSON of `save_record`. Raises JSONDecodeError or TypeError for anything else."""
+    scalars = json.loads(text)
+    if not isinstance(scalars, dict):
+        raise TypeError("its metadata are no JSON object")
+    scalars["windows"] = tuple(tuple(window) for window in scalars.get("windows", ()))
+    return scalars
 
 
 def load_trajectory(data: bytes) -> Trajectory:

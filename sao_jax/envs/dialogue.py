@@ -1,7 +1,7 @@
 """Customer service: ask, listen, look things up, and do at the end what the user wants, with what was said long ago.
 
-    refund. go on?ask item;hat. sun today.ok;size? go on?ask pay;cash. look up?look hat;7. pay?cash;...
-    prompt        action   observation      ...
+    refund. go on?ask item;hat. go on?ask name;ann. not hat now bag.ok;look up?look bag;7. name?ann;...
+    prompt        action   observation ...
 
 The user has a goal, a tool that is called at the end with the values of its slots and a number that another tool
 finds. The user speaks in turns; each action is an exchange:
@@ -188,12 +188,9 @@ class Dialogue(TaskFamily):
         known = state.values | (state.old if wrong and habitual else {})
         if wrong and not habitual:
             if kind == "mistaken":
-                slot = rng.choice(problem.slots)
-                other = rng.choice(SLOTS[slot][: self.values])
+                slot, shift = rng.choice(problem.slots), rng.randrange(1, self.values)
                 if slot in known:
-                    known[slot] = (
-                        other if other != known[slot] else SLOTS[slot][(SLOTS[slot].index(other) + 1) % self.values]
-                    )
+                    known[slot] = shifted(slot, known[slot], shift, self.values)
             elif len(state.told) == 2 and not state.faults:
                 others = [slot for slot in SLOTS if slot not in problem.slots]
                 return f"ask {rng.choice(state.told if kind == 'repeated' else others)};"
@@ -228,6 +225,11 @@ def script(shape: Shape, values: int, rng: random.Random) -> tuple[tuple, ...]:
     return (*found, ("do",))
 
 
+def shifted(slot: str, value: str, shift: int, count: int) -> str:
+    """Another value of a slot: `shift` further among the first `count`."""
+    return SLOTS[slot][(SLOTS[slot].index(value) + shift) % count]
+
+
 def start(problem: Problem) -> State:
     state = State()
     say(problem, state, 0)
@@ -244,7 +246,7 @@ def say(problem: Problem, state: State, turn: int) -> None:
     elif kind == "change":
         slot = state.told[details[0]]
         old = state.values[slot]
-        new = SLOTS[slot][(SLOTS[slot].index(old) + details[1]) % len(problem.table)]
+        new = shifted(slot, old, details[1], len(problem.table))
         state.said = f"not {old} now {new}."
         state.old.setdefault(slot, old)
         state.values[slot], state.since[slot] = new, turn
@@ -325,14 +327,13 @@ def advance(problem: Problem, state: State, action: str, turn: int) -> Outcome:
 def wanted(problem: Problem, state: State, known: dict[str, str]) -> str:
     """The action that suits the state, of someone who takes `known` for the values of the slots."""
     kind, *details = problem.script[state.at]
-    missing = [slot for slot in problem.slots if slot not in state.told]
     key = problem.slots[0]
     if kind == "recall":
         return known[state.told[details[0]]] + ";"
     if kind == "look":
         return f"look {known[key]};" if key in known else f"ask {key};"
-    if kind == "open" or (kind == "do" and missing):
-        return f"ask {missing[0]};"
+    if kind == "open":
+        return f"ask {next(slot for slot in problem.slots if slot not in state.told)};"
     if kind == "do":
         if state.found is None or state.found[0] != known[key]:
             return f"look {known[key]};"

@@ -6,10 +6,12 @@ import math
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A batch buffer of `devices` x (`windows` * `rows`) rows of `length` tokens.
+    """A batch buffer of `devices` x (`windows` * `rows`) rows of `length` tokens, for `batch` trajectories of up to
+    `most` rows each.
 
-    The n-th trajectory of a batch goes to device n mod devices, so that every device fills at the same pace. One
-    gradient call works on a window: `rows` neighbouring rows on every device at once.
+    The n-th row of a batch goes to device n mod devices, so that every device fills at the same pace, and the rows of
+    one trajectory are trained by all of them. One gradient call works on a window: `rows` neighbouring rows on every
+    device at once.
     """
 
     devices: int
@@ -17,15 +19,21 @@ class Layout:
     windows: int
     length: int
     batch: int
+    most: int = 1
 
     @classmethod
-    def fit(cls, batch: int, length: int, devices: int, *, micro_rows: int | None = None) -> "Layout":
+    def fit(cls, batch: int, length: int, devices: int, *, micro_rows: int | None = None, most: int = 1) -> "Layout":
         """About 512 tokens a device and gradient call unless `micro_rows` (rows per device) is given."""
         if batch < 1:
             raise ValueError(f"batch size is {batch}; it must be at least 1")
-        per_device = math.ceil(batch / devices)
+        per_device = math.ceil(batch * most / devices)
         rows = min(micro_rows or max(1, 512 // length), per_device)
-        return cls(devices, rows, math.ceil(per_device / rows), length, batch)
+        return cls(devices, rows, math.ceil(per_device / rows), length, batch, most)
+
+    @property
+    def capacity(self) -> int:
+        """Rows that a batch may have."""
+        return self.batch * self.most
 
     @property
     def slots(self) -> int:
@@ -33,13 +41,19 @@ class Layout:
         return self.rows * self.windows
 
     def place(self, n: int) -> tuple[int, int]:
-        """(device, slot) of the n-th trajectory of a batch."""
+        """(device, slot) of the n-th row of a batch."""
         return n % self.devices, n // self.devices
 
     def window(self, n: int) -> int:
-        """The window that the n-th trajectory of a batch falls into."""
+        """The window that the n-th row of a batch falls into."""
         return n // self.devices // self.rows
 
-    def completes_window(self, n: int) -> bool:
-        """Whether the n-th arrival (counted from 1) fills a window, or the batch."""
-        return n == self.batch or n % (self.devices * self.rows) == 0
+    def rows_of(self, window: int) -> range:
+        """The rows of a batch that fall into a window."""
+        size = self.devices * self.rows
+        return range(window * size, (window + 1) * size)
+
+    def completes_window(self, n: int, before: int | None = None) -> bool:
+        """Whether the arrival that brings the batch to n rows (from `before`; n - 1) fills a window, or the batch."""
+        size = self.devices * self.rows
+        return n == self.capacity or n // size > (n - 1 if before is None else before) // size

@@ -1,6 +1,6 @@
 """The learner: device-resident state that trajectories are put into one by one.
 
-    learner.put(row)          an arrival; copied to the device at once
+    learner.put(*rows)        an arrival: the rows of one trajectory, in order; copied to the device at once
     learner.accumulate()      gradient calls on every row not used yet
     learner.update()          the boundary: critic steps, policy step, smoothing; version + 1
 
@@ -9,7 +9,7 @@ process of a mesh over several makes the same calls.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +64,8 @@ class Learner:
         self._totals = self.programs.new_totals()
         self._buffer = self.programs.new_buffer()
         self._indices = [place(jnp.int32(w), self._replicated) for w in range(layout.windows)]
-        self._filled = self._pending = 0
+        self._filled = self._pending = self._arrived = 0
+        self._chains: list[range] = []  # rows of trajectories that have several, among those no gradient call has used
         self.used_modes: set[str] = set()
         self._check: Callable[[], None] = _nothing  # called before each program; set while they are compiled
         self.watch: Callable = _nothing  # told of every call: when it began, and one of its results
@@ -73,11 +74,16 @@ class Learner:
 
     @property
     def full(self) -> bool:
-        return self._filled == self.layout.batch
+        return self._arrived == self.layout.batch
 
     @property
     def empty(self) -> bool:
-        return self._filled == 0
+        return self._arrived == 0
+
+    @property
+    def filled(self) -> int:
+        """Rows of the batch so far."""
+        return self._filled
 
     @property
     def pending(self) -> int:
@@ -87,36 +93,74 @@ class Learner:
     @property
     def window_ready(self) -> bool:
         """Whether the rows not used yet complete a window or the batch, so that a gradient call wastes nothing."""
-        return self._pending > 0 and self.layout.completes_window(self._filled)
+        complete = self.layout.completes_window(self._filled, self._filled - self._pending)
+        return self._pending > 0 and (self.full or complete)
 
-    def put(self, row: dict[str, np.ndarray]) -> None:
-        """Copies one row to its place in the batch; an arrival-trained critic steps on it right away."""
-        self._place(row)
+    def put(self, *rows: dict[str, np.ndarray]) -> None:
+        """Copies the rows of a trajectory to their places; an arrival-trained critic steps on them right away."""
+        self._place(rows)
         if self.choices.critic_update == "arrival" and self.choices.has_critic and not self.critic_only:
             self.accumulate()
             self._step_critic()
 
-    def _place(self, row: dict) -> None:
+    def _place(self, rows: Sequence[dict]) -> None:
         if self.full:
             raise RuntimeError("the batch is full; update first")
-        device, slot = self.layout.place(self._filled)
-        parts = (
-            np.stack([row[k].astype(np.int32) for k in INT_FIELDS]),
-            np.stack([row[k].astype(np.float32) for k in FLOAT_FIELDS]),
-            np.array([row[k] for k in SCALAR_FIELDS], np.float32),
-        )
-        parts = place((np.int32(device), np.int32(slot), *parts), self._replicated)
-        self._check()
-        self._buffer = self.programs.put(self._buffer, *parts)
-        self._filled += 1
-        self._pending += 1
+        if not 1 <= len(rows) <= self.layout.most:
+            raise ValueError(f"a trajectory of {len(rows)} rows; this learner takes 1 to {self.layout.most}")
+        if len(rows) > 1:
+            self._chains.append(range(self._filled, self._filled + len(rows)))
+        for row in rows:
+            device, slot = self.layout.place(self._filled)
+            parts = (
+                np.stack([row[k].astype(np.int32) for k in INT_FIELDS]),
+                np.stack([row[k].astype(np.float32) for k in FLOAT_FIELDS]),
+                np.array([row[k] for k in SCALAR_FIELDS], np.float32),
+            )
+            parts = place((np.int32(device), np.int32(slot), *parts), self._replicated)
+            self._check()
+            self._buffer = self.programs.put(self._buffer, *parts)
+            self._filled += 1
+            self._pending += 1
+        self._arrived += 1
 
     def accumulate(self) -> None:
         """Adds the unnormalised gradients of all rows not used yet."""
         waits = self.critic_only or self.choices.policy_at_boundary
         first, last = self._filled - self._pending, self._filled
+        self._link()
         self._call_windows("critic" if waits else "both", first, last)
         self._pending = 0
+
+    def _link(self) -> None:
+        """Gives the rows of a trajectory that has several what their advantages need of the rows that follow."""
+        chains, self._chains = self._chains, []
+        if not (chains and self.programs.linked):
+            return
+        rows = [n for chain in chains for n in chain]
+        chosen = set(rows)
+        for index in sorted({self.layout.window(n) for n in rows}):
+            live = place(self._live(index, chosen), self._by_device)
+            self._check()
+            start = time.monotonic()
+            self._buffer = self.programs.links(self.state, self._buffer, self._indices[index], live, self.numbers)
+            self.watch(start, self._buffer["links"], 1.0, "links")
+        order = np.full(self.layout.devices * self.layout.slots, self.layout.devices * self.layout.slots, np.int32)
+        places = [self.layout.place(n) for n in reversed(rows)]
+        order[: len(places)] = [device * self.layout.slots + slot for device, slot in places]
+        self._check()
+        names = ("links", "followed", "seam")
+        found = self.programs.chain(*(self._buffer[k] for k in names), place(order, self._replicated))
+        self._buffer |= found
+
+    def _live(self, index: int, rows: Container[int]) -> np.ndarray:
+        """Which rows of a window are among `rows`: bool [devices, rows of a window]."""
+        live = np.zeros((self.layout.devices, self.layout.rows), bool)
+        for n in self.layout.rows_of(index):
+            if n in rows:
+                device, slot = self.layout.place(n)
+                live[device, slot - index * self.layout.rows] = True
+        return live
 
     def _call_windows(self, mode: str, first: int, last: int) -> None:
         """One call per window that holds arrivals first..last-1, with the others masked."""
@@ -125,11 +169,7 @@ class Learner:
         self.used_modes.add(mode)
         program = self.programs.window(mode, not self.critic_only)
         for index in range(self.layout.window(first), self.layout.window(last - 1) + 1):
-            live = np.zeros((self.layout.devices, self.layout.rows), bool)
-            for n in range(first, last):
-                if self.layout.window(n) == index:
-                    device, slot = self.layout.place(n)
-                    live[device, slot - index * self.layout.rows] = True
+            live = self._live(index, range(first, last))
             self._check()
             start = time.monotonic()
             self._totals, self._buffer = program(
@@ -197,18 +237,23 @@ class Learner:
             self.watch(start, sums["tokens"], 1.0, "policy step")
             self.state |= scalars
             self.version += 1
-        self._filled = self._pending = 0
+        self._clear()
         return metrics | sums
 
-    def score(self, rows: list[dict]) -> dict[str, jax.Array]:
-        """Critic metric sums over `rows` without learning from them; the batch must be empty."""
+    def _clear(self) -> None:
+        self._filled = self._pending = self._arrived = 0
+        self._chains.clear()
+
+    def score(self, trajectories: Sequence[Sequence[dict]]) -> dict[str, jax.Array]:
+        """Critic metric sums over the rows of trajectories without learning from them; the batch must be empty."""
         if not self.empty:
             raise RuntimeError("scoring needs an empty batch")
-        for start in range(0, len(rows), self.layout.batch):
-            for row in rows[start : start + self.layout.batch]:
-                self._place(row)
+        for start in range(0, len(trajectories), self.layout.batch):
+            for rows in trajectories[start : start + self.layout.batch]:
+                self._place(rows)
+            self._link()
             self._call_windows("critic", 0, self._filled)  # its gradients go with the totals
-            self._filled = self._pending = 0
+            self._clear()
         self._totals, sums = self.programs.clear(self._totals)
         return sums
 
@@ -219,19 +264,21 @@ class Learner:
         """
         saved = jax.tree.map(jnp.copy, self.state), self.version, self.critic_only
         self._check = check
+        rows = (row,) if self.layout.most == 1 else (row | {"followed": np.True_}, row)
         for critic_only in (True, False) if preheat else (False,):
             self.critic_only = critic_only
             for _ in range(2):  # the second round has the programs' own results as inputs
-                self.put(row)
+                self.put(*rows)
                 self.update()
             if critic_only:
-                self.score([row])
+                self.score([rows])
         self.state, self.version, self.critic_only = saved
         self._check = _nothing
         if self.programs.shard_params:
             self.published_policy()
             self.whole_state()
         steps = ["put", "policy step"] + (["critic step"] if self.choices.has_critic else [])
+        steps += ["links"] if self.programs.linked else []
         return steps + [f"gradient {mode}" for mode in sorted(self.used_modes)]
 
     # -- weights -------------------------------------------------------------------------------------------------
@@ -264,4 +311,5 @@ class Learner:
 
     def _begin(self, state: dict, version: int) -> None:
         self.state, self.version = state, version
-        self._totals, self._filled, self._pending = self.programs.new_totals(), 0, 0
+        self._totals = self.programs.new_totals()
+        self._clear()

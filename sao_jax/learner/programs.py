@@ -37,7 +37,7 @@ MODES = {
     "policy": (False, True, False),  # at the boundary, from stored advantages
     "again": (False, False, True),  # a further pass of the critic over stored targets
 }
-SCALAR_FIELDS = ("length", "truncated", "lambda_", "advantage", "staleness", "temperature")
+SCALAR_FIELDS = ("length", "truncated", "lambda_", "advantage", "staleness", "temperature", "followed", "seam")
 
 
 def adam(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
@@ -171,7 +171,10 @@ class Programs:
         shapes["action_mask"] = ((D, S, L), bool)
         shapes |= {k: ((D, S, L), np.float32) for k in ("rollout_logp", "rewards", "values", "advantages", "targets")}
         shapes |= {k: ((D, S), np.float32) for k in ("lambda_", "advantage", "staleness")}
-        shapes |= {"length": ((D, S), np.int32), "truncated": ((D, S), bool)}
+        shapes |= {"length": ((D, S), np.int32)} | {k: ((D, S), bool) for k in ("truncated", "followed", "seam")}
+        if self.linked:
+            shapes |= {k: ((D, S), np.float32) for k in ("next_value", "carry", "critic_carry")}
+            shapes["links"] = ((D, S, win.LINKS), np.float32)
         on_mesh = jax.NamedSharding(self.mesh, P(sharding.AXIS))
         buffer = {k: sharding.place(np.zeros(*spec), on_mesh) for k, spec in shapes.items()}
         return buffer | {"temperature": sharding.place(np.ones((D, S), np.float32), on_mesh)}
@@ -183,7 +186,7 @@ class Programs:
 
     @functools.cached_property
     def put(self):
-        """(buffer, device, slot, ints [3, L], floats [2, L], scalars [6]) -> buffer with that row in place."""
+        """(buffer, device, slot, ints [3, L], floats [2, L], scalars [8]) -> buffer with that row in place."""
 
         def place(buffer, device, slot, ints, floats, scalars):
             fields = dict(zip(INT_FIELDS, ints, strict=True)) | dict(zip(FLOAT_FIELDS, floats, strict=True))
@@ -272,6 +275,44 @@ class Programs:
             return mapped(params, scalars, totals, buffer, index, live, numbers)
 
         return jax.jit(gradient, donate_argnums=(1, 2))
+
+    @property
+    def linked(self) -> bool:
+        """Whether a trajectory may have several rows whose advantages depend on each other."""
+        return self.choices.has_critic and self.layout.most > 1
+
+    @functools.cached_property
+    def links(self):
+        """(state, buffer, window index, live [D, rows], numbers) -> buffer with `links` of the live rows."""
+        config, choices, specs, rows = self.config, self.choices, self.specs, self.layout.rows
+
+        def body(params, buffer, index, live, numbers):
+            data = win.take_window(buffer, index, rows)
+            whole = {k: sharding.gather(sharding.localize(p, specs[k]), specs[k]) for k, p in params.items()}
+            outputs = critic_outputs(config, whole["critic"], data["tokens"])
+            logp = win.policy_forward(config, whole["policy"], data)[0] if "policy" in whole else None
+            found = win.links(choices, numbers, data, outputs, logp)
+            return win.put_window(buffer, index, rows, live[0], {"links": found})
+
+        names = ("policy", "critic") if choices.critic_targets == "dis" else ("critic",)
+        rest = P(sharding.AXIS)
+        mapped = self._on_mesh(body, ({k: specs[k] for k in names}, rest, P(), rest, P()), rest)
+
+        def links(state, buffer, index, live, numbers):
+            return mapped({k: state[k] for k in names}, buffer, index, live, numbers)
+
+        return jax.jit(links, donate_argnums=1)
+
+    @functools.cached_property
+    def chain(self):
+        """(links, followed, seam of the buffer, order [N]) -> what rows get from those that follow them, [D, S]."""
+        D, S = self.layout.devices, self.layout.slots
+
+        def chain(links, followed, seam, order):
+            found = win.chain(self.choices, links.reshape(D * S, -1), followed.reshape(-1), seam.reshape(-1), order)
+            return {k: v.reshape(D, S) for k, v in found.items()}
+
+        return jax.jit(chain, out_shardings=jax.NamedSharding(self.mesh, P(sharding.AXIS)))
 
     @functools.cache  # noqa: B019
     def critic_step(self, frozen: bool = True):
@@ -370,15 +411,16 @@ class Programs:
         def body(params, buffer, filled):
             whole = sharding.gather(sharding.localize(params, specs), specs)
 
-            def step(carry, index):
+            def step(index, carry):
                 data = win.take_window(buffer | {"filled": filled}, index, rows)
                 data["action_mask"] &= data["filled"][:, None]
                 logp, _ = win.policy_forward(self.config, whole, data, self.compute)
                 kl, count = rollout_kl(data["rollout_logp"], logp, data["action_mask"])
-                return (carry[0] + kl, carry[1] + count), None
+                return carry[0] + kl, carry[1] + count
 
             zero = jax.lax.pcast(jnp.zeros(()), sharding.AXIS, to="varying")
-            (kl, count), _ = jax.lax.scan(step, (zero, zero), jnp.arange(self.layout.windows))
+            used = -(-jax.lax.pmax(filled.sum(), sharding.AXIS) // rows)  # rows fill up from the first
+            kl, count = jax.lax.fori_loop(0, used, step, (zero, zero))
             return jax.lax.psum(kl, sharding.AXIS) / jnp.maximum(jax.lax.psum(count, sharding.AXIS), 1.0)
 
         used = {k: buffer[k] for k in ("tokens", "action_mask", "rollout_logp", "temperature")}

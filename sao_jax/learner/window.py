@@ -39,40 +39,121 @@ def score(choices: Choices, numbers: dict, scalars: dict, rows: dict, outputs, l
     mask = rows["action_mask"]
     if not choices.has_critic:
         return {"advantages": jnp.where(mask, rows["advantage"][:, None], 0.0)}
-    values, bootstrap = prefix_values(jax.lax.stop_gradient(outputs), rows["length"])
-    bootstrap = jnp.where(rows["truncated"], bootstrap, 0.0)
-    visited = visited_tokens(choices, rows)
-
-    def estimate(rewards, values, mask, segments, lambda_, bootstrap):
-        return advantages.segmented_gae(
-            rewards,
-            values,
-            mask,
-            discount=numbers["gamma"],
-            lambda_=lambda_,
-            segment_ids=segments,
-            mode=choices.segments,
-            bootstrap_value=bootstrap,
-        )
-
-    estimates = jax.vmap(estimate)
-    common = rows["rewards"], values, visited, rows["segment_ids"]
-    raw, _ = estimates(*common, rows["lambda_"], bootstrap)
-    if choices.critic_targets == "mc":
-        _, targets = estimates(*common, jnp.broadcast_to(numbers["critic_lambda"], bootstrap.shape), bootstrap)
-    else:
-        ratio = token_weights(choices, numbers, logp, rows["rollout_logp"], raw)
-        corrected = functools.partial(
-            advantages.corrected_returns, discount=numbers["gamma"], lambda_=numbers["critic_lambda"]
-        )
-        targets = jax.vmap(lambda r, v, m, f, b: corrected(r, v, m, f, bootstrap_value=b))(
-            rows["rewards"], values, mask, ratio, bootstrap
-        )
+    values, bootstrap = own_values(rows, outputs)
+    carries = None
+    if "next_value" in rows:  # a trajectory may have several rows, see `links`
+        bootstrap = jnp.where(rows["followed"], rows["next_value"], bootstrap)
+        carries = rows["carry"], rows["critic_carry"]
+    raw, targets = estimates(choices, numbers, rows, rows["rewards"], values, bootstrap, logp, carries)
     used = raw
     if choices.whiten == "running":
         spread = jnp.sqrt(jnp.maximum(scalars["adv_sq"] - jnp.square(scalars["adv_mean"]), 1e-8))
         used = jnp.where(mask, (raw - scalars["adv_mean"]) / spread, 0.0)
     return {"values": values, "advantages": used, "advantages_raw": raw, "targets": targets}
+
+
+def own_values(rows: dict, outputs) -> tuple[jax.Array, jax.Array]:
+    """(values [R, L], bootstrap [R]: that of rows cut by us, 0 for the others), without gradient."""
+    values, bootstrap = prefix_values(jax.lax.stop_gradient(outputs), rows["length"])
+    return values, jnp.where(rows["truncated"], bootstrap, 0.0)
+
+
+def estimates(choices: Choices, numbers: dict, rows: dict, rewards, values, bootstrap, logp, carries=None):
+    """(advantages, critic targets) [R, L]; both are affine in rewards, values, bootstrap and carries together.
+
+    `carries` = two [R] (policy's, critic's): advantage of the action token that comes next after the row's last. It
+    enters the recursion as discount * lambda * carry on top of the last action token's reward.
+    """
+    mask, visited, critic_lambda = rows["action_mask"], visited_tokens(choices, rows), numbers["critic_lambda"]
+
+    def plus(rewards, lambda_, carry):
+        last = mask & (jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1] == 1)
+        return rewards + jnp.where(last, (numbers["gamma"] * lambda_ * carry)[:, None], 0.0)
+
+    def gae(rewards, lambda_):
+        def estimate(rewards, values, mask, segments, lambda_, bootstrap):
+            return advantages.segmented_gae(
+                rewards,
+                values,
+                mask,
+                discount=numbers["gamma"],
+                lambda_=lambda_,
+                segment_ids=segments,
+                mode=choices.segments,
+                bootstrap_value=bootstrap,
+            )
+
+        return jax.vmap(estimate)(rewards, values, visited, rows["segment_ids"], lambda_, bootstrap)
+
+    policy_rewards = critic_rewards = rewards
+    if carries is not None:
+        policy_rewards = plus(rewards, rows["lambda_"], carries[0])
+        critic_rewards = plus(rewards, critic_lambda, carries[1])
+    raw, _ = gae(policy_rewards, rows["lambda_"])
+    if choices.critic_targets == "mc":
+        return raw, gae(critic_rewards, jnp.broadcast_to(critic_lambda, bootstrap.shape))[1]
+    ratio = token_weights(choices, numbers, logp, rows["rollout_logp"], raw)
+    corrected = functools.partial(advantages.corrected_returns, discount=numbers["gamma"], lambda_=critic_lambda)
+    targets = jax.vmap(lambda r, v, m, f, b: corrected(r, v, m, f, bootstrap_value=b))(
+        critic_rewards, values, mask, ratio, bootstrap
+    )
+    return raw, targets
+
+
+LINKS = 7  # numbers per row that `chain` needs, see `links`
+
+
+def links(choices: Choices, numbers: dict, rows: dict, outputs, logp) -> jax.Array:
+    """What the row before each of `rows` in its trajectory needs of it: [R, 7].
+
+    V of the row's first action token; and, for that token's advantage and for its (critic target - V), the constants of
+
+        x = a + b V_next + c x_next
+
+    where V_next and x_next are those of the first action token of the row that follows. Of the estimates, which are
+    affine, b and c are the answers to a unit bootstrap and a unit carry where all else is 0: (discount lambda)^n for n
+    action tokens, 0 where a seam of independent segments lies between.
+    """
+    values, bootstrap = own_values(rows, outputs)
+    zeros, followed = jnp.zeros_like(values), rows["followed"].astype(jnp.float32)
+    mask = rows["action_mask"]
+    first = mask & (jnp.cumsum(mask, axis=1) == 1)
+
+    def at_first(x):
+        return jnp.where(first, x, 0.0).sum(axis=1)
+
+    def answers(rewards, values, bootstrap, carry):
+        raw, targets = estimates(choices, numbers, rows, rewards, values, bootstrap, logp, (carry, carry))
+        return at_first(raw), at_first(targets - values)
+
+    none = jnp.zeros_like(bootstrap)
+    constant = answers(rows["rewards"], values, bootstrap * (1.0 - followed), none)
+    unit = answers(zeros, zeros, followed, none)
+    carried = answers(zeros, zeros, none, followed)
+    return jnp.stack([at_first(values), *constant, *unit, *carried], axis=1)
+
+
+def chain(choices: Choices, found: jax.Array, followed, seam, order) -> dict[str, jax.Array]:
+    """Follows trajectories through their rows from last to first: {next_value, carry, critic_carry} [N].
+
+    found: `links` of all N rows; order: int32 [N], the rows to visit, each one right after the row that follows it in
+    its trajectory, padded with N. Other rows get 0.
+    """
+    size = found.shape[0]
+
+    def step(index, carry):
+        after, given = carry
+        row = order[index]
+        V, a, a_critic, b, b_critic, c, c_critic = found[row]
+        crosses = followed[row] & ~seam[row] if choices.segments == "independent" else followed[row]
+        runs_on = followed[row] if choices.critic_targets == "dis" else crosses  # corrected returns know no seams
+        value, x, x_critic = jnp.where(jnp.stack([followed[row], crosses, runs_on]), after, 0.0)
+        here = jnp.stack([V, a + b * value + c * x, a_critic + b_critic * value + c_critic * x_critic])
+        return here, given.at[row].set(jnp.stack([value, x, x_critic]))
+
+    start = jnp.zeros(3), jnp.zeros((size, 3))
+    _, given = jax.lax.fori_loop(0, jnp.sum(order < size), step, start)
+    return dict(zip(("next_value", "carry", "critic_carry"), given.T, strict=True))
 
 
 def visited_tokens(choices: Choices, rows: dict) -> jax.Array:

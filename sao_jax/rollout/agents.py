@@ -37,6 +37,7 @@ class Failure:
 class Agents:
     """Runs episodes of one task family on one engine.
 
+    `context` is the token budget of an attempt, `window` how much of it the engine holds at once (all).
     `simulated_seconds(rollout, task)`, if given, is how long the environment of an attempt takes over each action; the
     time passes on `clock` alone. Environments must then be fast.
 
@@ -52,6 +53,7 @@ class Agents:
         family: TaskFamily,
         *,
         context: int,
+        window: int | None = None,
         limit_bootstrap: bool = False,
         env_workers: int = 8,
         env_timeout: float = 60.0,
@@ -61,7 +63,7 @@ class Agents:
     ):
         clock = clock or Clock()
         self.engine, self.family = engine, family
-        self._context, self._limit_bootstrap = context, limit_bootstrap
+        self._limits = dict(context=context, window=window, limit_bootstrap=limit_bootstrap)
         self.seam: Callable[[Segment], None] | None = None
         self._seam_turns = seam_turns
         self._episodes: dict[int, Episode] = {}
@@ -145,8 +147,7 @@ class Agents:
             rollout=rollout,
             attempt=attempt,
             temperature=temperature,
-            context=self._context,
-            limit_bootstrap=self._limit_bootstrap,
+            **self._limits,
             **labels,
         )
         self._episodes[rollout], self._temperature[rollout] = episode, temperature
@@ -173,6 +174,9 @@ class Agents:
             self._oldest.setdefault(piece.rollout, int(piece.version[0]))
             if episode.feed(piece.tokens, piece.logp, piece.version, piece.done) is not None:
                 self._ask(episode, episode.advance)
+            elif piece.done:  # its window is full, not its budget
+                episode.move()
+                self._seat(episode)
         if self._calls is not None:
             idle = not self._outstanding and not self._ended
             for episode, method, answer, error in self._calls.answers(wait if idle else 0.0):
@@ -210,13 +214,25 @@ class Agents:
             self._leave(episode)
             self._ended.append(episode)
         elif method == "begin":
-            temperature = self._temperature[episode.rollout]
-            self.engine.submit(Request(episode.rollout, episode.attempt, answer, episode.max_new, temperature))
-            self._seated[episode.rollout] = None
+            self._seat(episode)
         else:
             if self.seam is not None and episode.turns % self._seam_turns == 0:
                 self.seam(episode.segment(self._seam_turns))
-            self.engine.extend(episode.rollout, answer.tokens, answer.max_new)
+            if answer.moved:
+                self._seat(episode)
+            else:
+                self.engine.extend(episode.rollout, answer.tokens, answer.max_new)
+
+    def _seat(self, episode: Episode) -> None:
+        """Gives the engine what it is to hold of an attempt, instead of what it held."""
+        rollout = episode.rollout
+        if rollout in self._seated:
+            self.engine.release(rollout)
+        self._seated[rollout] = None
+        request = Request(
+            rollout, episode.attempt, episode.tokens, episode.room, self._temperature[rollout], episode.offset
+        )
+        self.engine.submit(request)
 
     def _leave(self, episode: Episode) -> None:
         del self._episodes[episode.rollout], self._temperature[episode.rollout]

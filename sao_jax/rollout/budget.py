@@ -2,7 +2,7 @@
 
     allowance = budget.allowance(value of the prompt)              before an attempt
     why = budget.verdict(progress, allowance)                      after each answered action; "": it goes on
-    tasks = budget.restarts(cut, pool, cost)                       once all attempts have ended or were cut
+    plan = budget.spend(cut, pool, cost)                           once all attempts have ended or were cut
 
 An attempt that a verdict ends is truncated by us, not terminated by its task: its last value is a bootstrap. `pool` are
 tokens that were granted and not used. Values are those of prefixes in which an action begins, in units of reward.
@@ -11,7 +11,7 @@ tokens that were granted and not used. Values are those of prefixes in which an 
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +39,17 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """A task whose latest attempt was cut: its number, the value of its prompt, how often it has begun anew."""
+    """A task whose latest attempt was cut: values of its prompt and of where the attempt stands, tokens sampled in it,
+    and how often the task has begun anew."""
 
     task: int
     prompt_value: float
+    value: float
+    tokens: int
     restarts: int
+
+
+Plan = dict[int, Literal["resume", "restart"]]
 
 
 class Budget(Protocol):
@@ -55,7 +61,7 @@ class Budget(Protocol):
 
     def verdict(self, progress: Progress, allowance: Allowance) -> str: ...
 
-    def restarts(self, cut: Sequence[Cut], pool: float, cost: float) -> list[int]: ...
+    def spend(self, cut: Sequence[Cut], pool: float, cost: float) -> Plan: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +81,8 @@ class FixedBudget:
     def verdict(self, progress: Progress, allowance: Allowance) -> str:
         return _used_up(progress, allowance)
 
-    def restarts(self, cut: Sequence[Cut], pool: float, cost: float) -> list[int]:
-        return []
+    def spend(self, cut: Sequence[Cut], pool: float, cost: float) -> Plan:
+        return {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +93,7 @@ class DynamicBudget:
     ease: a task of value v gets the share 1 - ease * v of it, v clipped to [0, 1]: easy tasks need less.
     drop, floor, patience: an attempt is cut once its value has been under max(floor, drop * value of the prompt) after
       each of its last `patience` actions.
-    max_restarts: of one task. Restarts go to the tasks whose prompts are worth most, and to none that is worth no more
-      than `floor`; as many as the pool pays for.
+    max_restarts: of one task; see `spend`.
     """
 
     steps: float = math.inf
@@ -122,10 +127,30 @@ class DynamicBudget:
             return f"value under {limit:.3g} after {self.patience} actions"
         return _used_up(progress, allowance)
 
-    def restarts(self, cut: Sequence[Cut], pool: float, cost: float) -> list[int]:
-        able = [c for c in cut if c.restarts < self.max_restarts and c.prompt_value > self.floor]
-        able.sort(key=lambda c: (-c.prompt_value, c.restarts, c.task))
-        return [c.task for c in able[: max(0, int(pool // max(cost, 1.0)))]]
+    def spend(self, cut: Sequence[Cut], pool: float, cost: float) -> Plan:
+        """What becomes of tasks whose attempts were cut: those that are not named stay without an answer.
+
+        To resume an attempt is worth its value and takes what is missing to `cost`, the tokens of a whole attempt (but
+        at least a quarter of that); to begin anew is worth the value of the prompt and takes `cost`. The pool is spent
+        where a token is worth most, one step after the other: on either of them, or on a restart in place of a resume.
+        """
+        steps = []
+        for c in cut:
+            rest = max(cost - c.tokens, cost / 4)
+            able = c.restarts < self.max_restarts
+            if able and c.prompt_value * rest > c.value * cost:  # a restart is worth more per token than going on
+                steps.append((c.prompt_value / cost, cost, c.task, "restart"))
+                continue
+            steps.append((c.value / rest, rest, c.task, "resume"))
+            if able and cost > rest:
+                steps.append(((c.prompt_value - c.value) / (cost - rest), cost - rest, c.task, "restart instead"))
+        plan: Plan = {}
+        for worth, tokens, task, what in sorted(steps, key=lambda step: (-step[0], step[2])):
+            if worth <= 0 or tokens > pool or (what == "restart instead" and task not in plan):
+                continue
+            plan[task] = "resume" if what == "resume" else "restart"
+            pool -= tokens
+        return plan
 
 
 def _used_up(progress: Progress, allowance: Allowance) -> str:

@@ -20,14 +20,23 @@ class Budgeted:
     cut: str
 
 
-def budgeted_attempt(family: TaskFamily, instance: Instance, budget: Budget, **labels) -> Attempt:
-    """Plays an instance until its task ends it or the budget cuts it (end "truncated"); returns a Budgeted."""
+def budgeted_attempt(
+    family: TaskFamily, instance: Instance, budget: Budget, *, after: Budgeted | None = None, **labels
+) -> Attempt:
+    """Plays an instance until its task ends it or the budget cuts it (end "truncated"); returns a Budgeted.
+
+    after: an attempt at the instance that was cut, to be taken up where it was; else it begins with the prompt.
+    """
     episode = Episode(family, instance, **labels)
     progress, why = Progress((), 0), ""
-    (prompt,) = yield Ask([(episode, episode.begin)])
-    if prompt is None:
+
+    def resume():
+        return episode.resume(after.outcome)
+
+    (beginning,) = yield Ask([(episode, resume if after else episode.begin)])
+    if beginning is None:
         return Budgeted(Failure(episode.rollout, episode.attempt, episode.reason), progress, "")
-    progress = Progress((yield from _value(budget, episode)), 0)
+    progress = after.progress if after else Progress((yield from _value(budget, episode)), 0)
     allowance = budget.allowance(progress.values[0])
     while True:
         (action,) = yield Draw([(0, episode.tokens, episode.max_new)])

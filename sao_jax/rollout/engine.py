@@ -28,18 +28,22 @@ from sao_jax.models.config import ModelConfig
 from sao_jax.models.decoder import bind, rotary_angles
 from sao_jax.rollout.sampling import check_temperature, sample_tokens, token_uniforms
 
-_STATE = ("token", "position", "remaining", "temperature", "rollout", "attempt")
+_STATE = ("token", "position", "remaining", "temperature", "rollout", "attempt", "offset")
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One sequence to continue: tokens so far, and how many may be sampled. Temperature 0 is greedy."""
+    """One sequence to continue: tokens so far, and how many may be sampled. Temperature 0 is greedy.
+
+    offset: tokens of the attempt that are left out of `tokens`, so that random numbers belong to the attempt's tokens.
+    """
 
     rollout: int
     attempt: int
     tokens: np.ndarray
     max_new: int
     temperature: float = 1.0
+    offset: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +123,8 @@ def _sample_burst(config, layout, burst, attended, params, cache, state, plan, s
     past = state["position"]
     B = past.shape[0]
     positions = past[:, None] + jnp.arange(burst)
-    uniforms = token_uniforms(jax.random.wrap_key_data(seed), state["rollout"], state["attempt"], positions + 1)
+    index = positions + 1 + state["offset"][:, None]  # of the token that is drawn, in the whole attempt
+    uniforms = token_uniforms(jax.random.wrap_key_data(seed), state["rollout"], state["attempt"], index)
     cos, sin = (t[:, :, None] for t in rotary_angles(positions.T, config.head_dim, config.rope_theta))
     head = model.head().astype(config.dtype)
 
@@ -240,6 +245,7 @@ class Engine:
         self._temperature = np.zeros(slots, np.float32)
         self._rollout = np.zeros(slots, np.int64)
         self._attempt = np.zeros(slots, np.int64)
+        self._offset = np.zeros(slots, np.int64)
         self._changed = np.zeros(slots, bool)
         self._slot_of: dict[int, int] = {}
         self._free = list(range(slots))
@@ -261,7 +267,7 @@ class Engine:
         temperature = check_temperature(request.temperature)
         if rollout in self._slot_of:
             raise ValueError(f"rollout {rollout} has a slot already; release it first")
-        for name, value in (("rollout", rollout), ("attempt", request.attempt)):
+        for name, value in (("rollout", rollout), ("attempt", request.attempt), ("offset", request.offset)):
             if not 0 <= value < 2**31:
                 raise ValueError(f"{name} is {value}; it must lie in [0, 2**31)")
         if not tokens.size:
@@ -274,7 +280,7 @@ class Engine:
         self._serial[slot] += 1
         self._ahead[slot] = 0
         self._rollout[slot], self._attempt[slot] = rollout, request.attempt
-        self._temperature[slot] = temperature
+        self._temperature[slot], self._offset[slot] = temperature, request.offset
         self._join(slot, 0, 0, tokens, request.max_new)
 
     def extend(self, rollout: int, tokens: Sequence[int], max_new: int, attempt: int | None = None) -> None:
@@ -424,7 +430,8 @@ class Engine:
         self._position[slot], self._remaining[slot], self._changed[slot] = end - 1, max_new, True
         if end - 1 > feed_from:
             self._chunks[slot] = (feed_from, end - 1)
-        self._joins.append([int(self._rollout[slot]), int(self._attempt[slot]), at, int(tokens.size)])
+        offset = [int(self._offset[slot])] if self._offset[slot] else []
+        self._joins.append([int(self._rollout[slot]), int(self._attempt[slot]), at, int(tokens.size), *offset])
 
     def _groups(self, device: int) -> dict[int, list[list[tuple[int, int, int]]]]:
         """Per chunk length, groups of at most `rows` chunks (slot, start, end); a row's own chunks stay in order."""
@@ -467,7 +474,7 @@ class Engine:
         first = layout.fields(plans[0])
         shape = (self._devices, self._local)
         first["change"][:] = self._changed.reshape(shape)
-        for name in ("token", "position", "remaining", "rollout", "attempt"):
+        for name in ("token", "position", "remaining", "rollout", "attempt", "offset"):
             values = (
                 self._history[np.arange(self.slots), self._position] if name == "token" else getattr(self, f"_{name}")
             )

@@ -5,6 +5,7 @@
     action = episode.feed(tokens, logp, version, done)      # None while the action goes on
     step = episode.advance()                       # asks the environment; may be slow, may run on another thread
     step.tokens, step.max_new                      # what the sampler reads next and how much it may write
+    episode.tokens, episode.room                   # ... all of it, where its context is cut (step.moved)
     trajectory = episode.finish()                  # once episode.end is set
 
 The caller makes sure that one thread at a time touches an episode. The text of an action is decoded for the
@@ -20,6 +21,7 @@ import numpy as np
 from sao_jax.data.protocols import LIMIT_REASONS, TOKEN_BUDGET, Instance, Outcome, TaskFamily
 from sao_jax.data.segments import Segment, new_segment
 from sao_jax.data.trajectory import NoActionError, Trajectory, TrajectoryBuilder
+from sao_jax.data.windows import full
 
 _DONE = ("", "stop", "length")
 _NOTHING = np.zeros(0, np.int32)
@@ -38,11 +40,12 @@ class Action:
 @dataclasses.dataclass(frozen=True)
 class Next:
     """What follows an action: observation `tokens` (int32 [N], may be empty) and room for `max_new` sampled ones,
-    or the `end` of the attempt."""
+    or the `end` of the attempt. `moved`: the context is cut, so the sampler reads `Episode.tokens` instead."""
 
     tokens: np.ndarray
     max_new: int
     end: str | None = None
+    moved: bool = False
 
 
 class Episode:
@@ -52,6 +55,9 @@ class Episode:
     the family's `max_tokens`. It is counted from the trajectory's length, so neither a new action, a weight swap nor
     a resume refreshes it. An attempt that uses it up is terminated by the task's limit and keeps the reward that the
     verifier gave; with `limit_bootstrap` it counts as truncated instead, like one at the turn limit.
+
+    With a `window` the sampler holds at most that many tokens at once: where they are used up, `tokens` is cut as
+    `data.windows` says and the attempt goes on, within an action as well; the trajectory records where.
 
     A failing environment (any exception, a non-finite reward, text outside the vocabulary) aborts the attempt.
     """
@@ -68,6 +74,7 @@ class Episode:
         seed: int = 0,
         temperature: float = 1.0,
         context: int,
+        window: int | None = None,
         limit_bootstrap: bool = False,
     ):
         self._family, self._instance = family, instance
@@ -77,7 +84,7 @@ class Episode:
         self.budget = min(context, family.max_tokens)
         self.end: str | None = None
         self.reason = ""
-        self._limit_bootstrap = limit_bootstrap
+        self._limit_bootstrap, self._window = limit_bootstrap, window
         self._builder: TrajectoryBuilder | None = None
         self._environment = None
         self._pieces: list[np.ndarray] = []
@@ -92,16 +99,34 @@ class Episode:
         return self.budget - (self._builder.length if self._builder else 0)
 
     @property
+    def room(self) -> int:
+        """Tokens that the sampler may write to what it holds."""
+        return self.max_new if self._window is None else min(self.max_new, self._window - self._builder.context_length)
+
+    @property
     def tokens(self) -> np.ndarray:
-        """int32 [T]: everything so far; what a sampler reads to take over the attempt."""
-        return self._builder.tokens
+        """int32 [N]: what a sampler reads to take over the attempt: everything so far, or the newest window of it."""
+        return self._builder.context
+
+    @property
+    def offset(self) -> int:
+        """Tokens of the attempt that are left out of `tokens`."""
+        return self._builder.length - self._builder.context_length
+
+    def move(self) -> bool:
+        """Cuts what the sampler holds if there is no room for an action; whether it did."""
+        if self._window is None or not full(self._builder.context_length, self._window, self.max_new):
+            return False
+        self._builder.open_window(self._window)
+        return True
 
     @property
     def turns(self) -> int:
         return self._turns
 
     def begin(self) -> np.ndarray | None:
-        """The prompt's tokens, int32 [N]. None if the attempt is over before it began: see `end` and `reason`."""
+        """What the sampler reads first, int32 [N]: the prompt's tokens. None if the attempt is over before it began:
+        see `end` and `reason`."""
         prompt = self._ask(self._reset)
         if prompt is None:
             return None
@@ -109,23 +134,30 @@ class Episode:
             self.abort(f"prompt of {len(prompt)} tokens in a budget of {self.budget}")
             return None
         self._builder = TrajectoryBuilder(prompt, **self._labels)
-        return prompt
+        self.move()
+        return self.tokens
 
     def resume(self, snapshot: Trajectory) -> np.ndarray | None:
         """Continues a stored snapshot that ended after an answered action, instead of `begin`.
 
-        The environment is restored by its actions. Returns all tokens so far, or None if restoring failed.
+        The environment is restored by its actions. Returns what the sampler reads, or None if restoring failed.
         """
         self._builder = TrajectoryBuilder.resume(snapshot, **self._labels)
         actions = [self._family.tokenizer.decode(ids) for ids in snapshot.actions()]
         self._turns = len(actions)
         restored = self._ask(lambda: self._restore(actions))
-        return self.tokens if restored else None
+        if not restored:
+            return None
+        self.move()
+        return self.tokens
 
     def feed(
         self, tokens: Sequence[int], logp: Sequence[float], version: Sequence[int], done: str = ""
     ) -> Action | None:
-        """Adds a piece of the current action; returns the action when `done` says that it is complete."""
+        """Adds a piece of the current action; returns the action when `done` says that it is complete.
+
+        A "length" that is the window's and not the budget's completes nothing: the action goes on in the next window.
+        """
         if done not in _DONE:
             raise ValueError(f"done is {done!r}; allowed: {', '.join(map(repr, _DONE))}")
         if self._builder is None or self.end is not None or self._action is not None:
@@ -134,7 +166,7 @@ class Episode:
             raise ValueError(f"{len(tokens)} sampled tokens exceed the {self.max_new} left of {self.budget}")
         self._builder.add_action(tokens, logp, version)
         self._pieces.append(np.asarray(tokens, np.int32).reshape(-1))
-        if not done:
+        if not done or (done == "length" and self._window is not None and self.max_new > 0):
             return None
         self._builder.end_action()
         ids = np.concatenate(self._pieces)
@@ -231,7 +263,10 @@ class Episode:
         return np.array(self._family.tokenizer.encode(text), np.int32)
 
     def _next(self, observation: np.ndarray) -> Next:
-        return Next(observation, 0 if self.end else self.max_new, self.end)
+        if self.end:
+            return Next(observation, 0, self.end)
+        moved = self.move()
+        return Next(observation, self.room, None, moved)
 
     def _close(self, end: str, reason: str) -> None:
         if self.end is not None:

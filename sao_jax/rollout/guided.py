@@ -52,7 +52,7 @@ class Search:
     @property
     def name(self) -> str:
         kind = f"best of {self.candidates}" if self.beam == 1 else f"beam {self.beam} of {self.width}"
-        return f"value-guided {kind}, {self.granularity} actions, after {self.after}"
+        return f"value-guided {kind}, granularity {self.granularity}, valued after the {self.after}"
 
 
 @dataclasses.dataclass

@@ -14,15 +14,9 @@ from sao_jax.runtime.presets import CRITIC_ONLY, GROUP_BASELINES, PRESETS
 
 # Flags that runs of earlier versions do not have. Their defaults do what those versions did.
 ADDED = (
-    "env_sleep",
-    "workers",
-    "backend",
-    "worker_timeout",
-    "concurrency",
-    "target_utilization",
-    "remat",
-    "scan_layers",
-)
+    "env_sleep", "workers", "backend", "worker_timeout", "concurrency", "target_utilization", "context_window",
+    "row_tokens", "remat", "scan_layers",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +44,9 @@ class RunConfig:
     """Sampling temperature; recorded with each trajectory and used by the trainer."""
     max_tokens: int | None = None
     """Token budget of a whole trajectory, prompt included; default and upper bound: the task's own."""
+    context_window: int | None = None
+    """Tokens that policy and critic see at once, below --max-tokens: a longer attempt goes on with its prompt and its
+    most recent steps, and is trained in rows of this length (default: all of a trajectory)."""
     n_samples_per_prompt: int | None = None
     """Rollouts per task instance: 1, or the group size of a group baseline."""
     train_tasks: int | None = None
@@ -171,6 +168,9 @@ class RunConfig:
     """Global norm of the policy's gradient."""
     critic_grad_clip: float | None = None
     """Global norm of the critic's gradient (10)."""
+    row_tokens: int | None = None
+    """Longest row that is trained, below --max-tokens: a longer trajectory is trained as several, each with its prompt
+    and most recent steps as context, though it was sampled with all of it (default: whole trajectories)."""
     micro_rows: int | None = None
     """Rows per device and gradient call; default: about 512 tokens."""
 

@@ -50,6 +50,7 @@ def check_effects(config: "RunConfig") -> None:
         ("target_utilization", config.concurrency == "auto", "--concurrency auto"),
         ("worker_timeout", config.workers > 0, "--workers"),
         ("backend", config.workers > 0, "--workers"),
+        ("row_tokens", config.context_window is None, "whole contexts in the sampler, not --context-window"),
         ("micro_rows", not arrival, "--critic-update batch"),
         ("dual_clip", loss == "ppo", "--policy-loss ppo"),
         ("drop_dead_groups", grouped, "a group baseline (grpo, dr_grpo, rloo)"),
@@ -84,7 +85,7 @@ def check_values(config: "RunConfig") -> None:
         "demonstrations": 1, "preheat_rollouts": 0, "preheat_epochs": 1, "num_critic_only_steps": 0,
         "critic_steps_per_actor": 1, "n_samples_per_prompt": 1, "eval_every": 0, "eval_tasks": 1, "checkpoint_every": 1,
         "keep_checkpoints": 1, "lr_warmup": 0, "micro_rows": 1, "devices": 1, "max_dead_groups": 1, "max_tokens": 2,
-        "train_tasks": 1, "env_sigma": 0.0, "workers": 0, "concurrency": 1,
+        "train_tasks": 1, "context_window": 8, "row_tokens": 8, "env_sigma": 0.0, "workers": 0, "concurrency": 1,
         "lr": 0.0, "critic_lr": 0.0, "weight_decay": 0.0, "seed": 0,
     }  # fmt: skip
     above = {
@@ -126,7 +127,24 @@ def check_values(config: "RunConfig") -> None:
         raise ValueError(
             "--concurrency auto needs --env-sleep here; devices do not idle through waits that are skipped"
         )
+    for name in ("context_window", "row_tokens"):
+        if getattr(config, name) is not None:
+            _check_cut(config, _flag(name))
     if config.baseline == "spo" and config.train_tasks is None:
         raise ValueError("baseline spo keeps a count per task; it needs --train-tasks, so that tasks come back")
     if config.forced_staleness is not None and config.over_stale != "train":
         raise ValueError("--forced-staleness holds trajectories on purpose; --over-stale must be train")
+
+
+def _check_cut(config: "RunConfig", flag: str) -> None:
+    """Refuses what needs all of a trajectory in one row."""
+    whole = [
+        ("--policy-loss gspo", config.policy_loss == "gspo"),
+        ("--sequence-kl", config.sequence_kl is not None),
+        ("--gae-over tokens", config.gae_over == "tokens"),
+        # Whether a weight is dropped hangs on the sign of an advantage that the rows after this one decide.
+        ("--critic-targets dis --outside mask_sign", (config.critic_targets, config.outside) == ("dis", "mask_sign")),
+    ]
+    for name, given in whole:
+        if given:
+            raise ValueError(f"{name} needs whole trajectories in a row; {flag} cuts them")

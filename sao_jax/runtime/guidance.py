@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from sao_jax.data.protocols import TaskFamily
+from sao_jax.data.protocols import Instance, TaskFamily
 from sao_jax.data.trajectory import Trajectory
 from sao_jax.report.intervals import mean_interval, wilson
 from sao_jax.rollout.agents import Failure
@@ -22,7 +22,7 @@ from sao_jax.rollout.budget import Budget, Cut, FixedBudget
 from sao_jax.rollout.budgeted import Budgeted, budgeted_attempt
 from sao_jax.rollout.engine import Engine
 from sao_jax.rollout.guided import Search, guided_attempt, valued_prefix
-from sao_jax.rollout.lanes import Drawn, Played, play
+from sao_jax.rollout.lanes import Attempt, Drawn, Played, play
 from sao_jax.rollout.values import PrefixValues
 from sao_jax.runtime.config import RunConfig
 from sao_jax.runtime.devices import data_mesh
@@ -45,28 +45,30 @@ class Guide:
     config: RunConfig
     context: int
     check: Callable[[], None] = _nothing
-    report: Callable[[int], None] = _nothing
+    stage: Callable[[str, int], None] = _nothing  # told what begins, and how many attempts it has
+    report: Callable[[int], None] = _nothing  # told how many of them are over
     _next_id: int = FIRST_ID
 
     @property
     def stop_ids(self) -> set[int]:
         return {self.family.tokenizer.encode(character)[0] for character in self.family.stop}
 
-    def run(self, tasks: Sequence[int], make: Callable, *, width: int = 1, **labels) -> list[Played]:
-        """One attempt at each held-out instance; `make(family, instance, **labels of the episode)` makes it.
+    def run(self, tasks: Sequence[int], make: Callable, *, what: str = "attempts", width: int = 1) -> list[Played]:
+        """One attempt at each held-out instance; `make(task, family, instance, **labels of the episode)` makes it.
 
         Attempts that fail are made again, up to the run's `max_attempts`: that says nothing about the policy.
         """
         found: dict[int, Played] = {}
         todo = list(range(len(tasks)))
-        for number in range(self.config.max_attempts):
+        for number in range(self.config.max_attempts if todo else 0):
+            self.stage(what, len(todo))
             attempts = []
             for place in todo:
                 first, self._next_id = self._next_id, self._next_id + width
                 own = dict(rollout=first, attempt=number, seed=self.config.seed, context=self.context)
                 own |= dict(temperature=self.config.temperature, limit_bootstrap=self.config.limit_bootstrap)
                 instance = self.family.instance("test", tasks[place])
-                attempts.append((first, make(self.family, instance, **own, **labels)))
+                attempts.append((first, make(tasks[place], self.family, instance, **own)))
             slow = None if self.family.fast else (self.config.env_workers, self.config.env_timeout)
             played = play(self.engine, attempts, width=width, temperature=self.config.temperature, value=self.values,
                           slow=slow, check=self.check, report=self.report)  # fmt: skip
@@ -112,7 +114,11 @@ def guided_evaluation(guide: Guide, count: int, search: Search) -> Comparison:
     of each instance whose last action the critic values most; `plain_any`, whether one of an instance's attempts
     succeeds, which only a verifier could tell.
     """
-    played = guide.run(range(count), lambda *a, **labels: guided_attempt(*a, search, **labels), width=search.width)
+
+    def guided(task, family, instance, **labels):
+        return guided_attempt(family, instance, search, **labels)
+
+    played = guide.run(range(count), guided, what="guided", width=search.width)
     spent = sum(p.sampled for p in played)
     solved = sum(_reward(p.result) >= SUCCESS for p in played)
     rounds: list[list[Played]] = []
@@ -120,7 +126,7 @@ def guided_evaluation(guide: Guide, count: int, search: Search) -> Comparison:
         left = spent - sum(p.sampled for p in itertools.chain(*rounds))
         cost = statistics.fmean(p.sampled for p in itertools.chain(*rounds)) if rounds else 0.0
         tasks = range(count if not rounds else min(count, max(1, round(left / max(cost, 1.0)))))
-        rounds.append(guide.run(tasks, plain_attempt))
+        rounds.append(guide.run(tasks, plain_attempt, what=f"plain {len(rounds) + 1}"))
     by_task = [[r[task] for r in rounds if task < len(r)] for task in range(count)]
     made = [p.result.outcome for p in itertools.chain(*by_task)]
     values = iter(guide.values([ending(t, guide.stop_ids) for t in made if isinstance(t, Trajectory)]).tolist())
@@ -148,9 +154,9 @@ def guided_evaluation(guide: Guide, count: int, search: Search) -> Comparison:
     return Comparison(figures, [p.result for p in played if isinstance(p.result, Trajectory)])
 
 
-def plain_attempt(*args, **labels):
+def plain_attempt(task: int, family: TaskFamily, instance: Instance, **labels) -> Attempt:
     """Sampling to the task's own end."""
-    return budgeted_attempt(*args, FixedBudget(), **labels)
+    return budgeted_attempt(family, instance, FixedBudget(), **labels)
 
 
 def ending(t: Trajectory, stop_ids: set[int]) -> np.ndarray:
@@ -164,12 +170,16 @@ def ending(t: Trajectory, stop_ids: set[int]) -> np.ndarray:
 def budget_evaluation(guide: Guide, count: int, budget: Budget, fixed: FixedBudget) -> Comparison:
     """Attempts at the first `count` held-out instances under a budget that may spend what `fixed` spends on them.
 
-    A dynamic budget cuts attempts and gives the tokens that this saves to restarts, in rounds: every attempt of a
-    round ends before it is decided who begins anew, so nothing depends on which of them ends first. The answer to an
-    instance is its latest attempt; one that was cut and not begun anew has none. With `budget` fixed there is nothing
-    to compare with.
+    A dynamic budget cuts attempts and spends the tokens that this saves on restarts, or on going on after all, in
+    rounds: every attempt of a round ends before it is decided what comes next, so nothing depends on which of them ends
+    first. The answer to an instance is its latest attempt; one that was cut and left so has none. With `budget` fixed
+    there is nothing to compare with.
     """
-    base = guide.run(range(count), lambda *a, **labels: budgeted_attempt(*a, fixed, **labels))
+
+    def begun(budget: Budget):
+        return lambda task, family, instance, **labels: budgeted_attempt(family, instance, budget, **labels)
+
+    base = guide.run(range(count), begun(fixed), what="fixed")
     granted = sum(p.sampled for p in base)
     won = sum(_reward(p.result) >= SUCCESS for p in base)
     figures = {"sampled_tokens": granted, "solved_per_1k_tokens": 1000 * won / granted}
@@ -178,29 +188,41 @@ def budget_evaluation(guide: Guide, count: int, budget: Budget, fixed: FixedBudg
     if not budget.judges:
         return Comparison(figures, [o for p in base if isinstance(o := _outcome(p.result), Trajectory)])
 
-    latest: dict[int, Played] = {}
-    restarts, spent, whole, todo = [0] * count, 0, [], list(range(count))
-    cuts = rounds = 0
-    while todo:
-        played = guide.run(todo, lambda *a, **labels: budgeted_attempt(*a, budget, **labels))
+    latest = dict(enumerate(guide.run(range(count), begun(budget), what="dynamic")))
+    cuts = [task for task, p in latest.items() if p.result.cut]
+    whole = [p.sampled for p in latest.values() if not p.result.cut]
+    spent = sum(p.sampled for p in latest.values())
+    restarts, resumed, rounds = [0] * count, set(), 1
+
+    def taken_up(task, family, instance, **labels):  # to its end, or to what the fixed budget allows
+        return budgeted_attempt(family, instance, fixed, after=latest[task].result, **labels)
+
+    while True:
+        cut = [
+            _cut(task, p.result, restarts[task]) for task, p in latest.items() if p.result.cut and task not in resumed
+        ]
+        plan = budget.spend(cut, granted - spent, statistics.fmean(whole) if whole else granted / count)
+        if not plan:
+            break
         rounds += 1
-        for task, p in zip(todo, played, strict=True):
-            latest[task] = p
-            spent += p.sampled
-            cuts += bool(p.result.cut)
-            if not p.result.cut:
-                whole.append(p.sampled)
-        cut = [Cut(task, p.result.progress.values[0], restarts[task]) for task, p in latest.items() if p.result.cut]
-        cost = statistics.fmean(whole) if whole else granted / count
-        todo = sorted(budget.restarts(cut, granted - spent, cost))
-        for task in todo:
+        anew = sorted(task for task, what in plan.items() if what == "restart")
+        on = sorted(task for task, what in plan.items() if what == "resume")
+        now = dict(zip(anew, guide.run(anew, begun(budget), what="restarts"), strict=True))
+        for task in anew:
             restarts[task] += 1
+        cuts += [task for task in anew if now[task].result.cut]
+        whole += [now[task].sampled for task in anew if not now[task].result.cut]
+        now |= zip(on, guide.run(on, taken_up, what="taken up"), strict=True)
+        resumed.update(on)
+        latest |= now
+        spent += sum(p.sampled for p in now.values())
     solved = sum(_reward(p.result) >= SUCCESS for p in latest.values())
     own = {
         "sampled_tokens": spent,
         "solved_per_1k_tokens": 1000 * solved / spent,
-        "cut": cuts,
+        "cut": len(cuts),
         "restarts": sum(restarts),
+        "resumed": len(resumed),
         "unanswered": sum(bool(p.result.cut) for p in latest.values()),
         "rounds": rounds,
         "failed": sum(_failed(p.result) for p in latest.values()),
@@ -208,6 +230,10 @@ def budget_evaluation(guide: Guide, count: int, budget: Budget, fixed: FixedBudg
     }
     kept = [o for task in range(count) if isinstance(o := _outcome(latest[task].result), Trajectory)]
     return Comparison(_success(solved, count) | own, kept)
+
+
+def _cut(task: int, seen: Budgeted, restarts: int) -> Cut:
+    return Cut(task, seen.progress.values[0], seen.progress.values[-1], seen.progress.tokens, restarts)
 
 
 def _success(solved: int, count: int) -> dict[str, float]:

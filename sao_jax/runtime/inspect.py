@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sao_jax.data.rows import make_row, stack_rows
+from sao_jax.data.rows import make_row, make_rows, stack_rows
 from sao_jax.data.segments import SegmentReader, locations_of, read_trajectory
 from sao_jax.data.storage import TrajectoryStore
+from sao_jax.data.windows import windows_of
 from sao_jax.learner import window
 from sao_jax.models.critic import critic_outputs
 from sao_jax.objectives.weights import finite_ratio
@@ -49,24 +50,37 @@ def read_trajectories(folder: pathlib.Path | str, count: int = 8) -> list[dict[s
     if not trajectories:
         return []
     state, _ = restored_state(folder, learner)
-    rows = stack_rows(
-        [
-            make_row(
-                t,
-                length=context,
-                steps_per_segment=config.segment_steps,
-                lambda_=config.policy_lambda(t.num_action_tokens),
-                advantage=given[t.rollout],
-            )
-            for t in trajectories
-        ]
-    )
+    common = [
+        dict(
+            steps_per_segment=config.segment_steps,
+            lambda_=config.policy_lambda(t.num_action_tokens),
+            advantage=given[t.rollout],
+        )
+        for t in trajectories
+    ]
+    rows = stack_rows([make_row(t, length=context, **c) for t, c in zip(trajectories, common, strict=True)])
     choices, numbers, model = config.choices(), config.numbers().traced(), learner.programs.config
 
     @jax.jit
-    def evaluate(state, rows):
+    def forward(state, rows):
         logp, _ = window.policy_forward(model, state["policy"], rows)
-        outputs = critic_outputs(model, state["critic"], rows["tokens"]) if choices.has_critic else None
+        outputs = critic_outputs(model, state["critic"], rows["tokens"]) if choices.has_critic else jnp.zeros_like(logp)
+        return logp, outputs
+
+    seen = np.zeros((2, len(trajectories), context), np.float32)
+    for number, (t, c) in enumerate(zip(trajectories, common, strict=True)):
+        length = learner.layout.length
+        cuts = windows_of(t.action_mask, t.step_ids, t.windows, length)
+        logp, outputs = (np.asarray(x) for x in forward(state, stack_rows(make_rows(t, length=length, **c))))
+        for place, cut in enumerate(cuts):
+            (own,) = np.nonzero(cut.index >= cut.position)
+            seen[0, number, cut.index[own]] = logp[place, own]
+            # The value of the prefix before a token stands one place earlier.
+            seen[1, number, cut.index[own] - 1] = outputs[place, own - 1]
+            seen[1, number, cut.index[-1]] = outputs[place, cut.length - 1]
+
+    @jax.jit
+    def evaluate(rows, logp, outputs):
         scored = window.score(choices, numbers, state, rows, outputs, logp)
         advantage = scored.get("advantages_raw", scored["advantages"])
         if choices.policy_loss in ("dis", "tis"):
@@ -75,7 +89,7 @@ def read_trajectories(folder: pathlib.Path | str, count: int = 8) -> list[dict[s
             weight, _ = finite_ratio(logp, rows["rollout_logp"])
         return {"value": scored.get("values", jnp.full(logp.shape, jnp.nan)), "advantage": advantage, "weight": weight}
 
-    figures = {k: np.asarray(v) for k, v in evaluate(state, rows).items()}
+    figures = {k: np.asarray(v) for k, v in evaluate(rows, *seen).items()}
     return [
         {
             "task": t.task,

@@ -23,9 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from sao_jax.data.rows import make_row
+from sao_jax.data.rows import make_rows
 from sao_jax.data.segments import Segment
 from sao_jax.data.trajectory import Trajectory
+from sao_jax.data.windows import windows_of
 from sao_jax.rollout.agents import Failure
 from sao_jax.runtime.collector import Collector, Dropped, Ready
 from sao_jax.runtime.evaluation import FIRST_ID
@@ -341,12 +342,13 @@ class Loop:
         def record(kind, payload):
             todo.append((self.run.ledger.record(kind, payload), kind, payload))
 
-        layout, arrival = self.run.learner.layout, self.config.critic_update == "arrival"
-        accumulated = len(self._batch) - (self.run.learner.pending if not arrival else 0)
+        learner, arrival = self.run.learner, self.config.critic_update == "arrival"
+        layout, rows = learner.layout, learner.filled  # all that was planned before has been applied
+        accumulated = rows - (learner.pending if not arrival else 0)
         while True:
             if len(self._batch) == layout.batch:
                 self._record_update(record)
-                accumulated = 0
+                accumulated = rows = 0
             item = self._next_ready()
             if item is None:
                 break
@@ -360,12 +362,14 @@ class Loop:
             self._batch.append(t.rollout)
             self.metrics.arrived(t, stale)
             record("arrive", {"rollout": t.rollout, "advantage": item.advantage})
-            if not arrival and layout.completes_window(len(self._batch)):
+            before, rows = rows, rows + len(windows_of(t.action_mask, t.step_ids, t.windows, layout.length))
+            full = len(self._batch) == layout.batch
+            if not arrival and (full or layout.completes_window(rows, before)):
                 record("accumulate", {})
-                accumulated = len(self._batch)
+                accumulated = rows
         if last and self._batch and not self._ready:
             self._record_update(record)
-        elif idle and not arrival and len(self._batch) > accumulated:
+        elif idle and not arrival and rows > accumulated:
             record("accumulate", {})  # the learner would idle: use what is there
         return todo
 
@@ -417,7 +421,7 @@ class Loop:
         if kind == "arrive":
             rollout = payload["rollout"]
             t = self._rows.pop(rollout, None) or self.run.trajectory(rollout)
-            learner.put(self.row(t, payload["advantage"], max(0, learner.version - t.oldest_version)))
+            learner.put(*self.rows(t, payload["advantage"], max(0, learner.version - t.oldest_version)))
         elif kind == "accumulate":
             learner.accumulate()
         elif kind == "update":
@@ -457,10 +461,10 @@ class Loop:
             position, updates = self._boundary
             self.run.save(position=position, updates=updates, stage="rl")
 
-    def row(self, t: Trajectory, advantage: float = 0.0, stale: int = 0) -> dict[str, np.ndarray]:
-        return make_row(
+    def rows(self, t: Trajectory, advantage: float = 0.0, stale: int = 0) -> list[dict[str, np.ndarray]]:
+        return make_rows(
             t,
-            length=self.run.context,
+            length=self.run.learner.layout.length,
             steps_per_segment=self.config.segment_steps,
             lambda_=self.config.policy_lambda(t.num_action_tokens),
             advantage=advantage,

@@ -1,6 +1,6 @@
 """Preheating: the critic is fitted to returns of the starting policy before the policy moves."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,14 +14,15 @@ MIN_GAIN = 0.002  # a rise of explained variance below this counts as none
 
 def fit_critic(
     learner: Learner,
-    rows: list[dict[str, np.ndarray]],
+    rows: Sequence[Sequence[dict[str, np.ndarray]]],
     epochs: int,
     seed: int,
     *,
     report: Callable[[int, float, float], Any],
     check: Callable[[], None],
 ) -> list[float]:
-    """Regresses returns on `rows` until explained variance on held-out rows stops rising, at most `epochs` passes.
+    """Regresses returns on the rows of trajectories until explained variance on held-out ones stops rising, at most
+    `epochs` passes.
 
     All of the critic is trained, also what stays fixed during RL. A function of the rows, their order and the seed.
     `report(epoch, held-out explained variance, loss)` is called after each pass. Returns the explained variances,
@@ -43,7 +44,7 @@ def fit_critic(
         for start in range(0, len(train), batch):
             check()
             for index in order[start : start + batch]:
-                learner.put(train[index])
+                learner.put(*train[index])
             sums = learner.update()
             losses.append((sums["vf_loss"], sums["value_count"]))
         history.append(_score(learner, held_out))
@@ -54,7 +55,7 @@ def fit_critic(
     return history
 
 
-def _score(learner: Learner, rows: list[dict]) -> float:
+def _score(learner: Learner, rows: Sequence[Sequence[dict]]) -> float:
     if not rows:
         return float("nan")
     return explained_variance({k: float(v) for k, v in learner.score(rows).items()})

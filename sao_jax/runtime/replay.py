@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from sao_jax.data.trajectory import Trajectory
+from sao_jax.data.windows import context_at
 from sao_jax.rollout.engine import Request
 from sao_jax.runtime.checkpoints import Checkpoints
 from sao_jax.runtime.config import RunConfig
@@ -94,7 +95,6 @@ class Resampler:
         self._done: dict[int, int] = {}  # tokens of the trajectory that are known, from its beginning
         self.compared = self.differing = 0
         self.largest = 0.0
-        self._expected = 0
 
     def observe(self, event) -> None:
         if event.kind == "publish":
@@ -108,20 +108,25 @@ class Resampler:
             raise ValueError(
                 f"the log has a burst of version {schedule['version']}, the sampler is at {engine.version}"
             )
-        for rollout, attempt, start, count in schedule["joins"]:
+        for rollout, attempt, start, count, *more in schedule["joins"]:
             t = self._trajectory(rollout, attempt)
             if t is None:
                 continue
-            tokens = t.tokens[start : start + count]
-            room = self._run.context - start - count
+            (offset,) = more or (0,)  # tokens of the attempt that the sampler did not hold
+            end = offset + start + count
+            room = min(engine.context - start - count, self._run.context - end)
             if start == 0:
-                engine.submit(Request(rollout, attempt, tokens, room, t.temperature))
+                if rollout in self._live:
+                    engine.release(rollout)
                 # An attempt that went on from a seam was sampled from there.
                 self._live[rollout] = t
-                self._expected += int(np.count_nonzero(t.action_mask[count:]))
+                tokens = context_at(t.tokens, t.windows, end)
+                if len(tokens) != count:
+                    raise ValueError(f"rollout {rollout}: {len(tokens)} tokens before token {end}, {count} in the log")
+                engine.submit(Request(rollout, attempt, tokens, room, t.temperature, offset))
             else:
-                engine.extend(rollout, tokens, room)
-            self._done[rollout] = start + count
+                engine.extend(rollout, t.tokens[end - count : end], room)
+            self._done[rollout] = end
         if engine.dispatch():
             for piece in engine.collect():
                 self._compare(piece)

@@ -15,10 +15,12 @@ from sao_jax.data.protocols import TaskFamily, Tokenizer
 from sao_jax.data.segments import read_trajectory
 from sao_jax.data.storage import Location, TrajectoryStore
 from sao_jax.data.trajectory import Trajectory
+from sao_jax.data.windows import most_windows
 from sao_jax.envs.registry import make_family
 from sao_jax.learner.layout import Layout
 from sao_jax.learner.learner import Learner
 from sao_jax.learner.sharding import own_mesh
+from sao_jax.models.compute import check_backend
 from sao_jax.models.decoder import init_params
 from sao_jax.rollout.agents import Agents
 from sao_jax.rollout.clock import Clock
@@ -43,7 +45,8 @@ NO_STEP = -(10**9)  # before every step: a resumed run without a checkpoint keep
 
 @dataclasses.dataclass
 class Run:
-    """What the stages of a run share. `context` is the token budget of a trajectory and the length of a row.
+    """What the stages of a run share. `context` is the token budget of a trajectory, and the length of a row unless
+    the configuration bounds that.
 
     The mesh is the learner's, over the devices of all hosts; the sampler is on those of this host. `leader`: of the
     other hosts, if there are any.
@@ -90,7 +93,12 @@ def family_and_context(config: RunConfig) -> tuple[TaskFamily, int]:
     family = make_family(config.task)
     if config.max_tokens is not None and config.max_tokens > family.max_tokens:
         raise ValueError(f"--max-tokens is {config.max_tokens}; task {family.name!r} allows {family.max_tokens}")
-    return family, config.max_tokens or family.max_tokens
+    context = config.max_tokens or family.max_tokens
+    for name in ("context_window", "row_tokens"):
+        if (tokens := getattr(config, name)) is not None and tokens >= context:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} {tokens} has no effect here; trajectories have at most {context} tokens")
+    return family, context
 
 
 def random_policy(config: RunConfig, family: TaskFamily) -> dict:
@@ -102,7 +110,9 @@ def make_learner(config: RunConfig, family: TaskFamily, context: int, mesh: jax.
     """A learner with random weights."""
     model = config.model(family.tokenizer.vocab_size)
     micro = 1 if config.critic_update == "arrival" else config.micro_rows
-    layout = Layout.fit(config.batch_size, context, mesh.size, micro_rows=micro)
+    length = config.context_window or config.row_tokens or context
+    most = most_windows(context, length)
+    layout = Layout.fit(config.batch_size, length, mesh.size, micro_rows=micro, most=most)
     policy = random_policy(config, family)
     how = {"shard_params": config.shard_params, "compute": config.compute()}
     return Learner(model, config.choices(), config.numbers(), layout, mesh, policy, **how)
@@ -115,7 +125,7 @@ def make_engine(config: RunConfig, family: TaskFamily, context: int, policy: dic
         policy,
         mesh=mesh,
         slots=config.slots,
-        context=context,
+        context=config.context_window or context,
         stop_ids=stop_ids,
         seed=config.seed,
         burst=config.burst,
@@ -131,6 +141,7 @@ def make_agents(
         engine,
         family,
         context=context,
+        window=config.context_window,
         limit_bootstrap=config.limit_bootstrap,
         env_workers=config.env_workers,
         env_timeout=config.env_timeout,
@@ -210,6 +221,7 @@ def open_run(
     family, context = family_and_context(config)
     compiles = CompileCounter()
     mesh = data_mesh(config.devices)
+    check_backend(config.compute())
     checkpoints = Checkpoints(folder / "checkpoints", keep=config.keep_checkpoints)
     newest = checkpoints.newest() if resume else None
     if not resume and source is None:
@@ -240,7 +252,10 @@ def open_run(
         # A run killed at its very beginning leaves an empty file.
         ledger = Ledger(path, create=not path.exists() or path.stat().st_size == 0)
         try:
-            ledger.require_same_data({"task": config.task, "n": config.n_samples_per_prompt, "max_tokens": context})
+            data = {"task": config.task, "n": config.n_samples_per_prompt, "max_tokens": context}
+            if config.context_window is not None:
+                data["context_window"] = config.context_window
+            ledger.require_same_data(data)
         except LedgerError:
             ledger.close()  # or the refused folder would stay locked
             raise

@@ -42,9 +42,9 @@ class SharedLearner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._learner, name)
 
-    def put(self, row: dict[str, np.ndarray]) -> None:
-        self._tell("put", pack(row))
-        self._learner.put(row)
+    def put(self, *rows: dict[str, np.ndarray]) -> None:
+        self._tell("put", pack(rows), rows=len(rows))
+        self._learner.put(*rows)
 
     def accumulate(self) -> None:
         self._tell("accumulate")
@@ -54,9 +54,9 @@ class SharedLearner:
         self._tell("update")
         return self._learner.update()
 
-    def score(self, rows: list[dict]) -> dict[str, jax.Array]:
-        self._tell("score", pack(rows), rows=len(rows))
-        return self._learner.score(rows)
+    def score(self, trajectories: Sequence[Sequence[dict]]) -> dict[str, jax.Array]:
+        self._tell("score", pack(trajectories), rows=[len(rows) for rows in trajectories])
+        return self._learner.score(trajectories)
 
     def warm_up(self, row: dict, *, preheat: bool, check: Callable[[], None]) -> list[str]:
         self._tell("warm_up", pack(row), preheat=preheat)
@@ -108,18 +108,18 @@ class Share:
         self._config = config
         self._family, self._context = family_and_context(config)
         self._learner = make_learner(config, self._family, self._context, data_mesh(config.devices))
-        self._row = blank_row(self._context)
+        self._row = blank_row(self._learner.layout.length)
 
     def obey(self, message: dict, payload: bytes) -> None:
         learner, kind = self._learner, message["kind"]
         if kind == "put":
-            learner.put(unpack(payload, self._row))
+            learner.put(*unpack(payload, [self._row] * message["rows"]))
         elif kind == "accumulate":
             learner.accumulate()
         elif kind == "update":
             learner.update()
         elif kind == "score":
-            learner.score(unpack(payload, [self._row] * message["rows"]))
+            learner.score(unpack(payload, [[self._row] * count for count in message["rows"]]))
         elif kind == "warm_up":
             learner.warm_up(unpack(payload, self._row), preheat=message["preheat"])
         elif kind == "critic_only":

@@ -182,7 +182,7 @@ class Stages:
             rows, rollouts = self._rows_of(pathlib.Path(config.preheat_from)), []
         else:
             rollouts = done.payload["rollouts"] if done else self._collect(config.preheat_rollouts)
-            rows = [self.loop.row(run.trajectory(r)) for r in rollouts]
+            rows = [self.loop.rows(run.trajectory(r)) for r in rollouts]
         if done is None:
             with run.ledger.transaction():
                 if rollouts:
@@ -207,7 +207,7 @@ class Stages:
         self.display.stage("preheating rollouts", count, "rollouts")
         return self.loop.collect_only(count, self.display.advance)
 
-    def _rows_of(self, folder: pathlib.Path) -> list[dict[str, np.ndarray]]:
+    def _rows_of(self, folder: pathlib.Path) -> list[list[dict[str, np.ndarray]]]:
         """Training rows from the trajectories of another run."""
         from sao_jax.data.segments import read_trajectory
         from sao_jax.data.storage import TrajectoryStore
@@ -220,7 +220,7 @@ class Stages:
             TrajectoryStore(folder / "trajectories") as store,
         ):
             done = ledger.stored()
-            rows = [self.loop.row(read_trajectory(store, r.location)) for r in done]
+            rows = [self.loop.rows(read_trajectory(store, r.location)) for r in done]
         if not rows:
             raise ValueError(f"--preheat-from {folder} holds no finished trajectory")
         return rows
@@ -232,7 +232,7 @@ class Stages:
         run = self.run
         start, before = time.monotonic(), run.compiles.count
         self.display.stage("compiling", 1, "")
-        blank = blank_row(run.context)
+        blank = blank_row(run.learner.layout.length)
         preheat = self._preheats or bool(self.config.num_critic_only_steps)
         with run.clock.stopped():
             sampler = run.agents.warm_up(self.check)

@@ -34,7 +34,9 @@ def cut_before_action(t: Trajectory, action: int) -> Trajectory:
     end = int(np.flatnonzero(t.action_mask & (t.step_ids == action))[0])
     arrays = ("tokens", "action_mask", "rollout_logp", "rewards", "version", "step_ids")
     parts = {name: getattr(t, name)[:end] for name in arrays}
-    return dataclasses.replace(t, **parts, end="truncated", reason="cut before an action", reward_parts={})
+    windows = tuple(window for window in t.windows if window[0] <= end)
+    labels = dict(end="truncated", reason="cut before an action", reward_parts={}, windows=windows)
+    return dataclasses.replace(t, **parts, **labels)
 
 
 def prefixes(agents: Agents, count: int, seed: int, *, run: Callable) -> tuple[list[Prefix], list[Prefix]]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from sao_jax.data.protocols import TaskFamily
 from sao_jax.data.tokenizers import encode_turns
+from sao_jax.data.windows import windows_of
 from sao_jax.envs.base import demonstration
 from sao_jax.learner import supervised
 from sao_jax.learner.sharding import place
@@ -16,15 +17,24 @@ from sao_jax.models.config import ModelConfig
 from sao_jax.runtime.config import RunConfig
 
 
-def demonstrations(family: TaskFamily, count: int, length: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and action masks [count, length] of attempts by the expert at training instances."""
-    tokens = np.full((count, length), family.tokenizer.pad_id, np.int32)
-    mask = np.zeros((count, length), bool)
-    for row in range(count):
-        turns = demonstration(family, "train", row, random.Random(f"{seed}/{row}"))
+def demonstrations(
+    family: TaskFamily, count: int, length: int, seed: int, window: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and action masks [count, length] of attempts by the expert at training instances; with a `window` each is
+    cut into rows of that length, as a sampler with that context would see it."""
+    rows = []
+    for number in range(count):
+        turns = demonstration(family, "train", number, random.Random(f"{seed}/{number}"))
         ids, actions = encode_turns(family.tokenizer, turns)
         if len(ids) > length:
-            raise ValueError(f"demonstration {row} of task {family.name!r} needs more than {length} tokens")
+            raise ValueError(f"demonstration {number} of task {family.name!r} needs more than {length} tokens")
+        begins = np.diff(actions, prepend=False) & actions
+        steps = np.maximum(np.cumsum(begins) - 1, 0)
+        for cut in windows_of(actions, steps, (), window or length):
+            rows.append((ids[cut.index], actions[cut.index] & (cut.index >= cut.position)))
+    tokens = np.full((len(rows), window or length), family.tokenizer.pad_id, np.int32)
+    mask = np.zeros(tokens.shape, bool)
+    for row, (ids, actions) in enumerate(rows):
         tokens[row, : len(ids)], mask[row, : len(ids)] = ids, actions
     return tokens, mask
 
@@ -44,10 +54,11 @@ def warm_start(
 
     Raises ValueError if the task has no expert.
     """
+    tokens, mask = _play(family, config, length, check)
+    length = tokens.shape[1]
     per_device = -(-config.warm_start_batch // mesh.size)
     micro = min(max(1, 512 // length), per_device)
     batch = -(-per_device // micro) * micro * mesh.size
-    tokens, mask = _play(family, config, length, check)
     order = np.random.default_rng(config.seed)
     program = supervised.step_program(model, mesh, micro, config.compute())
     by_row, everywhere = jax.NamedSharding(mesh, jax.P("data")), jax.NamedSharding(mesh, jax.P())
@@ -74,7 +85,8 @@ def check_demonstrations(config: RunConfig, family: TaskFamily, length: int, cou
 
 def _play(family, config, length, check):
     try:
-        return demonstrations(family, config.demonstrations, length, config.seed)
+        window = config.context_window or config.row_tokens
+        return demonstrations(family, config.demonstrations, length, config.seed, window)
     except NotImplementedError as error:
         raise ValueError(f"{error}; use --warm-start-steps 0 or --init-from") from None
     finally:

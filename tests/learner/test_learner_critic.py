@@ -162,7 +162,7 @@ def test_a_freeze_pattern_that_matches_nothing_is_an_error(batch):
 def test_scoring_changes_nothing_and_reads_values_as_they_are(batch):
     rows = random_rows(3, 11)  # more than a batch
     before = host(batch.state)
-    sums = host(batch.score(rows))
+    sums = host(batch.score([[row] for row in rows]))
     jax.tree.map(np.testing.assert_array_equal, host(batch.state), before)
     targets, values = targets_of(before["critic"], rows), values_of(before["critic"], rows)
     mask = stack_rows(rows)["action_mask"]
@@ -170,7 +170,7 @@ def test_scoring_changes_nothing_and_reads_values_as_they_are(batch):
     assert sums["returns"] == pytest.approx(targets[mask].sum(), rel=1e-4, abs=1e-4)
     assert sums["error_sq"] == pytest.approx(np.square(targets - values)[mask].sum(), rel=1e-4)
     assert batch.empty
-    assert float(batch.score(rows[:1])["value_count"]) == mask[0].sum(), "sums were not cleared"
+    assert float(batch.score([rows[:1]])["value_count"]) == mask[0].sum(), "sums were not cleared"
 
 
 # -- a step per arrival ------------------------------------------------------------------------------------------------

@@ -274,7 +274,7 @@ def test_calls_out_of_order_are_refused():
     with pytest.raises(RuntimeError, match="full"):
         learner.put(random_rows(13, 1)[0])
     with pytest.raises(RuntimeError, match="empty batch"):
-        learner.score(random_rows(13, 1))
+        learner.score([random_rows(13, 1)])
     with pytest.raises(ValueError, match="2 devices, the mesh has 1"):
         type(learner)(
             MODEL, learner.choices, Numbers(), type(learner.layout).fit(8, 12, 2), learner.mesh, learner.start["policy"]

@@ -75,7 +75,7 @@ def test_nothing_compiles_after_warm_up(learner):
     some_updates(learner)
     learner.critic_only = True
     some_updates(learner)
-    learner.score(random_rows(9, 10))
+    learner.score([[row] for row in random_rows(9, 10)])
     learner.critic_only = False
     # Other numbers are other arguments of the same programs.
     values = Numbers(lr=0.5, kl_target=1e-4, band_low=0.5, gamma=0.5, critic_lr=0.2).traced()

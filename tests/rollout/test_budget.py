@@ -62,16 +62,41 @@ def test_the_fixed_twin_allows_all_tasks_the_same_and_never_looks_at_values():
     assert not budget.judges
     assert budget.allowance(0.0) == budget.allowance(1.0) == Allowance(4, math.inf)
     assert cut_after(budget, [math.nan] * 7) == (4, "allowance of 4 actions")
-    assert budget.restarts([Cut(0, 0.9, 0)], pool=1e9, cost=1.0) == []
+    assert budget.spend([Cut(0, 0.9, 0.1, 2, 0)], pool=1e9, cost=1.0) == {}
 
 
-def test_restarts_go_to_the_most_promising_as_many_as_are_paid_for():
-    budget = DynamicBudget(floor=0.05, max_restarts=2)
-    cut = [Cut(3, 0.4, 0), Cut(5, 0.9, 2), Cut(7, 0.8, 1), Cut(8, 0.04, 0), Cut(9, 0.4, 1)]
-    assert budget.restarts(cut, pool=100, cost=30) == [7, 3, 9]
-    assert budget.restarts(cut, pool=89, cost=30) == [7, 3]
-    assert budget.restarts(cut, pool=29, cost=30) == []
-    assert budget.restarts(cut, pool=-5, cost=30) == []
+def test_tokens_go_where_they_are_worth_most():
+    """Worth per token, whole attempts taking 40: task 1 begins anew for .8/40 = .02 (to go on would be .1/30). Task 2
+    goes on for .3/10 = .03; a restart in its place would be worth (.6 - .3)/30 = .01 more. Task 3 goes on for .01/20.
+    """
+    budget = DynamicBudget(max_restarts=1)
+    cut = [Cut(1, 0.8, 0.1, 10, 0), Cut(2, 0.6, 0.3, 30, 0), Cut(3, 0.01, 0.01, 20, 0)]
+    assert budget.spend(cut, pool=9, cost=40) == {}
+    assert budget.spend(cut, pool=10, cost=40) == {2: "resume"}
+    assert budget.spend(cut, pool=50, cost=40) == {2: "resume", 1: "restart"}
+    assert budget.spend(cut, pool=80, cost=40) == {2: "restart", 1: "restart"}
+    assert budget.spend(cut, pool=100, cost=40) == {2: "restart", 1: "restart", 3: "resume"}
+
+
+def test_a_task_begins_anew_so_often_and_no_more():
+    cut = [Cut(1, 0.8, 0.1, 10, 2)]
+    assert DynamicBudget(max_restarts=2).spend(cut, pool=100, cost=40) == {1: "resume"}
+    assert DynamicBudget(max_restarts=3).spend(cut, pool=100, cost=40) == {1: "restart"}
+
+
+def test_what_is_worth_nothing_gets_nothing():
+    assert DynamicBudget().spend([Cut(1, -0.1, -0.2, 5, 0), Cut(2, 0.0, 0.0, 5, 0)], pool=1e6, cost=10) == {}
+
+
+@hypothesis.given(
+    cut=st.lists(st.tuples(st.floats(-1, 1), st.floats(-1, 1), st.integers(1, 60), st.integers(0, 3)), max_size=8),
+    pool=st.floats(-10, 200),
+)
+def test_no_more_is_spent_than_there_is(cut, pool):
+    cut = [Cut(task, *seen) for task, seen in enumerate(cut)]
+    plan = DynamicBudget().spend(cut, pool, cost=30.0)
+    price = {"restart": lambda c: 30.0, "resume": lambda c: max(30.0 - c.tokens, 7.5)}
+    assert sum(price[what](cut[task]) for task, what in plan.items()) <= max(pool, 0) + 1e-6
 
 
 def test_no_drop_and_no_floor_reduce_to_the_fixed_budget():
@@ -103,11 +128,11 @@ def test_budgets_that_make_no_sense_are_refused(options, says):
         DynamicBudget(**options)
 
 
-def attempt(budget, worth, turns=4):
+def attempt(budget, worth, turns=4, after=None):
     family = Letters(turns)
     played = play(
         Writer(family, lambda lane, prefix: "a;"),
-        [(0, budgeted_attempt(family, family.instance("test", 0), budget, context=40))],
+        [(0, budgeted_attempt(family, family.instance("test", 0), budget, after=after, context=40))],
         width=1,
         temperature=1.0,
         value=lambda prefixes: np.array([worth[len(p)] for p in prefixes], np.float32),
@@ -132,3 +157,13 @@ def test_an_attempt_that_its_task_ends_is_not_cut():
     assert (played.result.outcome.end, played.result.cut) == ("terminated", "")
     assert played.result.progress.tokens == played.sampled == 8
     assert attempt(FixedBudget(steps=2), {}).result.outcome.num_steps == 2
+
+
+def test_a_cut_attempt_is_taken_up_where_it_was():
+    cut = attempt(FixedBudget(steps=2), {}).result
+    on = attempt(FixedBudget(), {}, after=cut)
+    whole = attempt(FixedBudget(), {}).result
+    assert on.sampled == 4
+    assert (on.result.cut, on.result.progress.tokens) == ("", 8)
+    for name in ("tokens", "action_mask", "rollout_logp", "rewards", "step_ids", "end"):
+        np.testing.assert_array_equal(getattr(on.result.outcome, name), getattr(whole.outcome, name))

@@ -109,7 +109,7 @@ def test_what_comes_out_says_that_the_critic_chose():
     family = Letters()
     played, _ = search(family, lambda lane, _: "a;", lambda t: 0.0, candidates=2)
     assert isinstance(played.result, Trajectory)
-    assert played.result.sampler == "value-guided best of 2, 1 actions, after action"
+    assert played.result.sampler == "value-guided best of 2, granularity 1, valued after the action"
     assert not played.result.trainable
 
 

@@ -290,7 +290,7 @@ def test_what_is_told_makes_the_same_learner():
     for row in rows[:4]:
         learner.put(row)
     learner.update()
-    learner.score(rows[:2])
+    learner.score([[row] for row in rows[:2]])
     learner.critic_only = False
     learner.critic_only = False
     for row in rows[4:7]:

@@ -121,7 +121,7 @@ def preheat(learner, rows, epochs=6, **options):
     learner.load(jax.tree.map(lambda x: x + 0, learner.start), 0)
     reports = []
     options = dict(report=lambda *figures: reports.append(figures), check=nothing) | options
-    return fit_critic(learner, rows, epochs, 0, **options), reports
+    return fit_critic(learner, [[row] for row in rows], epochs, 0, **options), reports
 
 
 def learnable_rows(count):
