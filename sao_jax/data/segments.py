@@ -46,7 +46,7 @@ class Segment(Trajectory):
 
     The columns are those of its own tokens, with absolute step ids; N is 0 only in a last segment, when an attempt was
     ended from outside just after a seam. `end` is "" unless it is the last one; what else is said of the trajectory
-    (`reward_parts`, `timings`) is what was known at the end of the segment.
+    (`reward_parts`, `timings`, `windows`) is what was known at the end of the segment.
 
     Attributes:
       index: which segment it is: its first step // steps per segment.
@@ -115,8 +115,8 @@ def cut_segment(t: Trajectory, first_token: int, end_token: int, *, steps_per_se
     columns = {name: getattr(t, name)[first_token:end_token] for name in COLUMNS}
     scalars = _scalars(t)
     if end_token < t.length:
-        scalars |= dict(end="", reason="", reward_parts={}, timings={})
-        scalars |= dict(windows=tuple(w for w in t.windows if w[0] <= end_token))
+        windows = tuple(window for window in t.windows if window[0] <= end_token)
+        scalars |= dict(end="", reason="", reward_parts={}, timings={}, windows=windows)
     before = int(np.count_nonzero(t.action_mask[:first_token]))
     return _segment(columns, first_token, before, int(t.step_ids[-1]), steps_per_segment, scalars)
 

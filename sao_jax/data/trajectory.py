@@ -290,6 +290,11 @@ class TrajectoryBuilder:
         return head + self.length - start
 
     @property
+    def windows(self) -> tuple[tuple[int, int, int], ...]:
+        """As in `Trajectory`."""
+        return tuple(self._windows)
+
+    @property
     def _window(self) -> tuple[int, int, int]:
         return self._windows[-1] if self._windows else (0, 0, 0)
 
@@ -356,8 +361,7 @@ class TrajectoryBuilder:
     def scalars(self, end: str, reason: str = "", timings: Mapping[str, float] | None = None) -> dict[str, Any]:
         """What a record says of the whole trajectory, as it is now: all fields of `Trajectory` but the columns."""
         extra = dict(end=end, reason=reason, reward_parts=dict(self._parts), timings=dict(timings or {}))
-        extra |= dict(windows=tuple(self._windows))
-        return self._labels | extra
+        return self._labels | extra | dict(windows=self.windows)
 
     def take_segment(self, *, forget: bool = False) -> tuple[int, dict[str, np.ndarray]]:
         """Ends a segment: the position of its first token and its columns, those since the last call.
@@ -415,18 +419,20 @@ def save_record(record: Trajectory, key: str) -> bytes:
     """Safetensors bytes with what is no column as JSON under `key` of the metadata."""
     scalars = {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name not in COLUMNS}
     scalars |= {name: dict(scalars[name]) for name in ("reward_parts", "timings")}
-    for name in ("sampler", "windows"):
-        if not scalars[name]:
-            del scalars[name]  # as in records written before there was one
+    if not record.sampler:
+        del scalars["sampler"]  # as in records written before there was one
     text = json.dumps(scalars, sort_keys=True)
     arrays = {name: np.ascontiguousarray(getattr(record, name)) for name in COLUMNS}
     return safetensors.numpy.save(arrays, metadata={key: text})
 
 
 def read_scalars(text: str) -> dict[str, Any]:
-    """Inverse of the JSON of `save_record`."""
+    """Inverse of the JSON of `save_record`. Raises JSONDecodeError or TypeError for anything else."""
     scalars = json.loads(text)
-    return scalars | {"windows": tuple(map(tuple, scalars.get("windows", ())))}
+    if not isinstance(scalars, dict):
+        raise TypeError("its metadata are no JSON object")
+    scalars["windows"] = tuple(tuple(window) for window in scalars.get("windows", ()))
+    return scalars
 
 
 def load_trajectory(data: bytes) -> Trajectory:

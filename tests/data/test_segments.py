@@ -79,9 +79,12 @@ def test_a_stored_segment_is_read_to_the_bit(t, steps):
 
 
 def test_segments_keep_all_that_a_record_says_of_its_trajectory():
-    t = dataclasses.replace(long_one(), sampler="best of 4", top_k=3)
+    t = dataclasses.replace(long_one(), sampler="best of 4", top_k=3, windows=((9, 3, 6), (25, 3, 20)))
     parts = [load_segment(save_segment(s)) for s in split_trajectory(t, 4)]
     assert {s.sampler for s in parts} == {"best of 4"}
+    assert [s.windows for s in parts] == [t.windows[: sum(p <= s.end_token for p, _, _ in t.windows)] for s in parts]
+    assert len(parts[0].windows) == 1
+    assert join_segments(parts[:1]).windows == parts[0].windows
     assert save_trajectory(join_segments(parts)) == save_trajectory(t)
 
 
