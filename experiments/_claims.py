@@ -9,6 +9,7 @@ import numpy as np
 
 from experiments._ablations import BASE, METHODS, PRESETS
 from experiments._claim import Claim, Interval, Measured, Request, must
+from experiments._claims_checkpointing import CLAIMS as CHECKPOINTING
 from experiments._claims_compression import CLAIMS as COMPRESSION
 from experiments._claims_guided import CLAIMS as GUIDED
 from experiments._claims_runtime import hot_spots, recovery, scheduling_latency, throughput, utilization
@@ -274,7 +275,7 @@ CLAIMS: dict[str, Claim] = {
     "recovery": Claim("from a fault until work goes on", None, None, 1.0, "times shorter than a minute", recovery),
     "update-latency": Claim("from minutes to seconds", None, None, 60.0, "times shorter", update_latency),
 }  # fmt: skip
-CLAIMS |= SEGMENTS | COMPRESSION | TASKS | GUIDED
+CLAIMS |= SEGMENTS | COMPRESSION | CHECKPOINTING | TASKS | GUIDED
 
 
 def verdict(effect: Interval, reported: float, null: float = 0.0) -> str:

@@ -85,13 +85,17 @@ class Guide:
 
 
 def restored_guide(config: RunConfig, folder: pathlib.Path) -> tuple[Guide, int]:
-    """The newest policy and critic of a run, and their version. Raises ValueError for a run without a critic."""
+    """The newest policy and critic of a run, and their version.
+
+    Raises ValueError for a run without a critic, one that samples greedily, and one whose context is cut.
+    """
     if not config.has_critic:
         raise ValueError(f"{folder} has no critic (--baseline {config.baseline}), so there are no values to go by")
     if config.temperature == 0:
         raise ValueError("the run samples greedily (--temperature 0), so there is nothing to choose from")
-    if config.context_window:
-        raise ValueError("the critic values whole prefixes; a run with --context-window cannot be led by it")
+    if config.context_window is not None:
+        raise ValueError(f"{folder} samples in windows (--context-window {config.context_window}); the critic ranks "
+                         "attempts and candidates that are read whole")  # fmt: skip
     family, context = family_and_context(config)
     learner = make_learner(config, family, context, data_mesh(config.devices))
     state, version = restored_state(folder, learner)

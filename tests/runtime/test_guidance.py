@@ -138,10 +138,14 @@ def test_a_whole_attempt_is_valued_where_its_last_stop_token_was_chosen(engine):
 
 @pytest.mark.parametrize(
     ("flags", "says"),
-    [({"preset": "grpo"}, r"has no critic \(--baseline grpo\)"), ({"temperature": 0.0}, "nothing to choose from")],
+    [
+        ({"preset": "grpo"}, r"has no critic \(--baseline grpo\)"),
+        ({"temperature": 0.0}, "nothing to choose from"),
+        ({"context_window": 64}, r"samples in windows \(--context-window 64\)"),
+    ],
 )
-def test_a_run_without_a_choice_or_a_critic_is_refused(flags, says, tmp_path):
+def test_a_run_without_a_choice_a_critic_or_whole_contexts_is_refused(flags, says, tmp_path):
     config = RunConfig(task="tiny", preset=flags.get("preset", "seed"), **MODEL_FLAGS).resolved()
-    config = dataclasses.replace(config, temperature=flags.get("temperature", 1.0))
+    config = dataclasses.replace(config, **{k: v for k, v in flags.items() if k != "preset"})
     with pytest.raises(ValueError, match=says):
         restored_guide(config, tmp_path)
