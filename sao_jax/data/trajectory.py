@@ -356,7 +356,7 @@ class TrajectoryBuilder:
     def scalars(self, end: str, reason: str = "", timings: Mapping[str, float] | None = None) -> dict[str, Any]:
         """What a record says of the whole trajectory, as it is now: all fields of `Trajectory` but the columns."""
         extra = dict(end=end, reason=reason, reward_parts=dict(self._parts), timings=dict(timings or {}))
-        return self._labels | extra | dict(windows=self.windows)
+        return self._labels | extra | dict(windows=tuple(self._windows))
 
     def take_segment(self, *, forget: bool = False) -> tuple[int, dict[str, np.ndarray]]:
         """Ends a segment: the position of its first token and its columns, those since the last call.
