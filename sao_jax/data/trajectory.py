@@ -290,11 +290,6 @@ class TrajectoryBuilder:
         return head + self.length - start
 
     @property
-    def windows(self) -> tuple[tuple[int, int, int], ...]:
-        """As in `Trajectory`."""
-        return tuple(self._windows)
-
-    @property
     def _window(self) -> tuple[int, int, int]:
         return self._windows[-1] if self._windows else (0, 0, 0)
 
@@ -361,7 +356,7 @@ class TrajectoryBuilder:
     def scalars(self, end: str, reason: str = "", timings: Mapping[str, float] | None = None) -> dict[str, Any]:
         """What a record says of the whole trajectory, as it is now: all fields of `Trajectory` but the columns."""
         extra = dict(end=end, reason=reason, reward_parts=dict(self._parts), timings=dict(timings or {}))
-        return self._labels | extra | dict(windows=self.windows)
+        return self._labels | extra | dict(windows=tuple(self._windows))
 
     def take_segment(self, *, forget: bool = False) -> tuple[int, dict[str, np.ndarray]]:
         """Ends a segment: the position of its first token and its columns, those since the last call.
@@ -419,8 +414,9 @@ def save_record(record: Trajectory, key: str) -> bytes:
     """Safetensors bytes with what is no column as JSON under `key` of the metadata."""
     scalars = {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name not in COLUMNS}
     scalars |= {name: dict(scalars[name]) for name in ("reward_parts", "timings")}
-    if not record.sampler:
-        del scalars["sampler"]  # as in records written before there was one
+    for name in ("sampler", "windows"):
+        if not scalars[name]:
+            del scalars[name]  # as in records written before there was one
     text = json.dumps(scalars, sort_keys=True)
     arrays = {name: np.ascontiguousarray(getattr(record, name)) for name in COLUMNS}
     return safetensors.numpy.save(arrays, metadata={key: text})
