@@ -13,15 +13,15 @@ if not __package__:
     sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from experiments import _cli
+from sao_jax.runtime.compression import CompressionConfig as Flags
+from sao_jax.runtime.compression import compare
 from sao_jax.runtime.devices import prepare_backend
 
 OF_A_MODEL = {"task", "dim", "layers", "heads", "head_dim", "mlp_dim"}
 
 
 def main(stop) -> None:
-    from sao_jax.runtime.compression import CompressionConfig, compare
-
-    config = _cli.parse(CompressionConfig, __doc__.splitlines()[0])
+    config = _cli.parse(Flags, __doc__.splitlines()[0])
     if config.run is not None and (wrong := sorted(_cli.given() & OF_A_MODEL)):
         names = ", ".join("--" + name.replace("_", "-") for name in wrong)
         raise ValueError(f"{names}: no effect with --run, whose task and model are given")

@@ -94,8 +94,16 @@ class CompressionConfig:
             value = getattr(self, field.name)
             if isinstance(value, int) and field.name != "seed" and value < 1:
                 raise ValueError(f"--{field.name.replace('_', '-')} is {value}; it must be at least 1")
+        if self.codec_attempts > self.attempts:
+            raise ValueError(
+                f"--codec-attempts is {self.codec_attempts}; there are {self.attempts} attempts to train on"
+            )
         if "moe" not in self.named("kinds") and (self.experts, self.top_k) != (4, 1):
             raise ValueError("--experts and --top-k have no effect here; they need moe among --kinds")
+        if "critic" not in self.named("compress") and self.critic_lr != CompressionConfig.critic_lr:
+            raise ValueError("--critic-lr has no effect here; it needs critic in --compress")
+        if not {"moe", "linear"} & set(self.named("kinds")) and self.codec_lr != CompressionConfig.codec_lr:
+            raise ValueError("--codec-lr has no effect here; it needs moe or linear among --kinds")
 
     def named(self, name: str) -> tuple[str, ...]:
         return tuple(part for part in getattr(self, name).split(",") if part)

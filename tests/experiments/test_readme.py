@@ -37,9 +37,9 @@ def test_the_example_task_fits_its_budget_whatever_is_guessed(task):
 
 
 def test_every_flag_the_readme_names_exists():
-    from experiments import ablate, bench, claims, evaluate, recall, soak, status, train
+    from experiments import ablate, bench, claims, compress, evaluate, recall, soak, status, train
 
     commands = re.findall(r"`(--[a-z-]+)", README.read_text()) + re.findall(r" (--[a-z][a-z-]+)", README.read_text())
-    mains = (train, evaluate, bench, ablate, claims, recall, status, soak)
+    mains = (train, evaluate, bench, ablate, claims, recall, status, soak, compress)
     known = {"help"}.union(*(main.Flags.__dataclass_fields__ for main in mains))
     assert {c.lstrip("-").replace("-", "_") for c in commands} <= known

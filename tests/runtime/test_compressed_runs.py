@@ -28,6 +28,7 @@ SMALL = CompressionConfig(
     head_dim=8,
     mlp_dim=16,
     attempts=16,
+    codec_attempts=16,
     test_attempts=6,
     model_steps=2,
     codec_steps=2,
@@ -95,7 +96,7 @@ def test_the_policy_of_a_run_is_compressed_on_its_own_attempts(tmp_path):
         task="tiny:turns=2", warm_start_steps=0, preheat_rollouts=0, rollouts=4, batch_size=4, slots=4, devices=2
     )
     train(RunConfig(**MODEL_FLAGS, **flags, eval_every=0, eval_tasks=2).resolved(), tmp_path, SilentDisplay())
-    config = dataclasses.replace(SMALL, run=str(tmp_path), segment=4, compress="kv", attempts=8, test_attempts=4)
+    config = dataclasses.replace(SMALL, run=str(tmp_path), segment=4, compress="kv", attempts=16, test_attempts=4)
     records = compression.compare(config)
     assert [r["kind"] for r in records] == ["none", "moe", "truncation"]
     # One key/value head of width 8: 16 numbers per token, a quarter of which is kept.
@@ -126,6 +127,9 @@ def test_blank_rows_of_the_last_batch_count_nothing():
         ({"kinds": "svd"}, "allowed: moe"),
         ({"segment": 0}, "--segment is 0"),
         ({"kinds": "pca"}, "need moe"),
+        ({"codec_attempts": 17}, "there are 16 attempts"),
+        ({"compress": "kv", "critic_lr": 1.0}, "needs critic"),
+        ({"kinds": "pca", "experts": 4, "codec_lr": 1.0}, "needs moe or linear"),
     ],
 )
 def test_wrong_choices_are_named(change, message):
