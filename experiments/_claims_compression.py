@@ -10,7 +10,8 @@ from sao_jax.report.intervals import mean_interval
 LENGTHS = (1024, 4096, 16_384, 65_536)  # tokens of a trajectory; the figure is that of the third
 SEGMENT = 100
 BOUND = 2.0  # per cent that compression may cost in value error and in log-likelihood
-FULL = dict(task="dialogue:turns=16")  # what was told early is needed late
+FULL = dict(task="dialogue:turns=16", attempts=512, codec_attempts=64, test_attempts=32)  # told early, needed late
+FULL |= dict(model_steps=60, codec_steps=8, batch_tokens=512)
 QUICK = dict(task="mathword:level=4", dim=64, heads=2, head_dim=32, mlp_dim=64, attempts=64, codec_attempts=64)
 QUICK |= dict(test_attempts=16, model_steps=20, codec_steps=5)
 

@@ -151,14 +151,17 @@ def read_segment(model: Decoder, codec: CompressorConfig, params, memory: Memory
     for block, codes, weights in zip(model.layers, memory, params, strict=True):
         q, k, v = block.attn.project(x, cos, sin)
         codec_model = compressor.bind(codec, weights)
+        new = codec_model.compact(codec_model.encode(flatten_kv(k, v, cos, sin).reshape(B * L, -1))[0])
+        # Written before the older ones are read: XLA would copy the memory if it had to change after that.
+        codes = Code(
+            *(
+                jax.lax.dynamic_update_slice_in_dim(old, part.reshape(B, L, -1), start, 1)
+                for old, part in zip(codes, new, strict=True)
+            )
+        )
         x = x + block.attn.merge(_attend(c, codec_model, codes, q, k, v, start))
         x = x + block.mlp(x)
-        kv = flatten_kv(k, v, cos, sin).reshape(B * L, -1)
-        code = codec_model.compact(codec_model.encode(kv)[0])
-        new = (part.reshape(B, L, -1) for part in code)
-        held.append(
-            Code(*(jax.lax.dynamic_update_slice_in_dim(o, n, start, 1) for o, n in zip(codes, new, strict=True)))
-        )
+        held.append(codes)
     return model.final_norm(x), tuple(held)
 
 

@@ -78,6 +78,16 @@ def test_reading_segment_by_segment_is_reading_the_row(model, tokens, experts, t
     assert sum(x.nbytes for x in jax.tree.leaves(held)) == 2 * 16 * config.code_bytes * MODEL.num_layers
 
 
+def test_what_a_segment_needs_beside_the_memory_does_not_grow_with_it(model):
+    def temporary(capacity):
+        held = jax.eval_shape(lambda: memory.init_memory(MODEL, CODEC, 1, capacity))
+        read = jax.jit(lambda held, *rest: memory.read_segment(model, CODEC, codecs(), held, *rest), donate_argnums=0)
+        compiled = read.lower(held, jnp.zeros((1, SEGMENT), int), 0).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary(4096) == temporary(512)
+
+
 def test_a_memory_that_blocks_do_not_fill_is_refused():
     with pytest.raises(ValueError, match="multiple of 256"):
         memory.init_memory(MODEL, CODEC, 1, 300)
