@@ -145,7 +145,7 @@ class Tiny(TaskFamily):
       bad: what every `every`-th training instance does: "raise", "nan" or "hang" (on a worker thread); to the action
         `since` and later ones.
       reward: the same for all attempts, if given.
-      tokens: of a whole attempt.
+      tokens: of a whole attempt, if not the usual number.
     """
 
     name, stop, max_tokens = "tiny", ";", 10
@@ -160,9 +160,9 @@ class Tiny(TaskFamily):
         every: int = 3,
         since: int = 1,
         reward: float | None = None,
-        tokens: int = max_tokens,
+        tokens: int | None = None,
     ):
-        self.max_tokens = tokens
+        self.max_tokens = tokens or self.max_tokens
         self.max_turns, self.wait, self.slow, self.reward = turns, wait, slow, reward
         self.bad, self.every, self.since = bad, every, since
         self.fast = not (wait or slow or bad == "hang")

@@ -43,7 +43,8 @@ def score(choices: Choices, numbers: dict, scalars: dict, rows: dict, outputs, l
     carries = None
     if "next_value" in rows:  # a trajectory may have several rows, see `links`
         bootstrap = jnp.where(rows["followed"], rows["next_value"], bootstrap)
-        carries = rows["carry"], rows["critic_carry"]
+        # A row that none follows may still have what one of an earlier batch got in its place.
+        carries = tuple(jnp.where(rows["followed"], rows[name], 0.0) for name in ("carry", "critic_carry"))
     raw, targets = estimates(choices, numbers, rows, rows["rewards"], values, bootstrap, logp, carries)
     used = raw
     if choices.whiten == "running":
