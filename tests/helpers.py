@@ -312,11 +312,12 @@ class Record:
 
 
 def make_learner(
-    choices, *, devices=1, micro_rows=2, batch=8, length=LENGTH, most=1, seed=0, shard_params=False, **numbers
-):
+    choices, *, devices=1, micro_rows=2, batch=8, length=LENGTH, most=1, pieces=1, seed=0, shard_params=False,
+    **numbers,
+):  # fmt: skip
     """A learner of the tiny model; distributions are far from uniform, and the critic's trunk has a gradient."""
     policy = jax.tree.map(lambda x: 2 * x, init_params(MODEL, jax.random.key(seed)))
-    layout = Layout.fit(batch, length, devices, micro_rows=micro_rows, most=most)
+    layout = Layout.fit(batch, length, devices, micro_rows=micro_rows, most=most, pieces=pieces)
     learner = Learner(MODEL, choices, Numbers(**numbers), layout, data_mesh(devices), policy, shard_params=shard_params)
     if choices.has_critic:
         head = learner.state["critic"]["head"]

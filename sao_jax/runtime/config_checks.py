@@ -52,6 +52,7 @@ def check_effects(config: "RunConfig") -> None:
         ("backend", config.workers > 0, "--workers"),
         ("row_tokens", config.context_window is None, "whole contexts in the sampler, not --context-window"),
         ("micro_rows", not arrival, "--critic-update batch"),
+        ("pack", not arrival, "--critic-update batch: a critic that steps on every arrival has one at a time"),
         ("dual_clip", loss == "ppo", "--policy-loss ppo"),
         ("drop_dead_groups", grouped, "a group baseline (grpo, dr_grpo, rloo)"),
         (

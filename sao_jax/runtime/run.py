@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import jax
 
+from sao_jax.data.packing import pieces_of
 from sao_jax.data.protocols import TaskFamily, Tokenizer
 from sao_jax.data.segments import read_trajectory
 from sao_jax.data.storage import Location, TrajectoryStore
@@ -111,7 +112,8 @@ def make_learner(config: RunConfig, family: TaskFamily, context: int, mesh: jax.
     micro = 1 if config.critic_update == "arrival" else config.micro_rows
     length = config.context_window or config.row_tokens or context
     most = most_windows(context, length)
-    layout = Layout.fit(config.batch_size, length, mesh.size, micro_rows=micro, most=most)
+    pieces = pieces_of(length) if config.pack else 1
+    layout = Layout.fit(config.batch_size, length, mesh.size, micro_rows=micro, most=most, pieces=pieces)
     policy = random_policy(config, family)
     how = {"shard_params": config.shard_params, "compute": config.compute()}
     return Learner(model, config.choices(), config.numbers(), layout, mesh, policy, **how)
