@@ -37,8 +37,8 @@ def main(stop) -> None:
 
     from rich.console import Console
 
-    from sao_jax.data.storage import Location, TrajectoryStore
-    from sao_jax.data.trajectory import load_trajectory
+    from sao_jax.data.segments import read_trajectory
+    from sao_jax.data.storage import TrajectoryStore
     from sao_jax.report.recall import recall_by_distance, recall_table
     from sao_jax.runtime.ledger import Ledger
 
@@ -47,7 +47,7 @@ def main(stop) -> None:
         parts = []
         for rollout in stored[: flags.n] if flags.oldest else stored[-flags.n :]:
             stop.check()
-            parts.append(load_trajectory(store.read(Location(**rollout.location))).reward_parts)
+            parts.append(read_trajectory(store, rollout.location).reward_parts)
     recall = recall_by_distance(parts)
     if not recall:
         raise ValueError(f"none of {len(parts)} trajectories of {folder} was asked for what it had been told")

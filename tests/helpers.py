@@ -24,6 +24,7 @@ from sao_jax.learner.layout import Layout
 from sao_jax.learner.learner import Learner
 from sao_jax.learner.objective import Numbers
 from sao_jax.learner.window import MAXIMA
+from sao_jax.models.compute import PLAIN
 from sao_jax.models.config import ModelConfig
 from sao_jax.models.critic import critic_outputs, prefix_values
 from sao_jax.models.decoder import bind, init_params
@@ -312,13 +313,24 @@ class Record:
 
 
 def make_learner(
-    choices, *, devices=1, micro_rows=2, batch=8, length=LENGTH, most=1, pieces=1, seed=0, shard_params=False,
+    choices,
+    *,
+    devices=1,
+    micro_rows=2,
+    batch=8,
+    length=LENGTH,
+    most=1,
+    pieces=1,
+    seed=0,
+    shard_params=False,
+    compute=PLAIN,
     **numbers,
-):  # fmt: skip
+):
     """A learner of the tiny model; distributions are far from uniform, and the critic's trunk has a gradient."""
     policy = jax.tree.map(lambda x: 2 * x, init_params(MODEL, jax.random.key(seed)))
     layout = Layout.fit(batch, length, devices, micro_rows=micro_rows, most=most, pieces=pieces)
-    learner = Learner(MODEL, choices, Numbers(**numbers), layout, data_mesh(devices), policy, shard_params=shard_params)
+    how = dict(shard_params=shard_params, compute=compute)
+    learner = Learner(MODEL, choices, Numbers(**numbers), layout, data_mesh(devices), policy, **how)
     if choices.has_critic:
         head = learner.state["critic"]["head"]
         w = 0.3 * np.random.default_rng(seed).normal(size=head["w"].shape)

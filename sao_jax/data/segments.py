@@ -19,11 +19,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import safetensors
-import safetensors.numpy
 
 from sao_jax.data.storage import Location, TrajectoryStore
-from sao_jax.data.trajectory import COLUMNS, ENDS, Trajectory, TrajectoryBuilder, check_trajectory, load_trajectory
+from sao_jax.data.trajectory import (
+    COLUMNS,
+    ENDS,
+    Trajectory,
+    TrajectoryBuilder,
+    check_trajectory,
+    load_trajectory,
+    read_scalars,
+    save_record,
+)
 
 _METADATA_KEY = "segment"
 _WHOLE_KEY = "trajectory"  # of the records of `save_trajectory`
@@ -31,55 +38,28 @@ _DTYPES = {"I32": np.int32, "F32": np.float32, "BOOL": np.bool_}
 _UNFINISHED = "truncated", "snapshot"  # end and reason of what is to be gone on from
 # What all segments of a trajectory have in common; the attempt may change where one failed and another went on.
 _LABELS = ("rollout", "task", "group", "sample", "seed", "temperature", "top_p", "top_k", "sampler")
-_UP_TO_HERE = ("reward_parts", "timings", "windows")  # what the newest segment knows of all before it as well
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Segment:
-    """Tokens [first_token, first_token + N) of a trajectory. Columns as in `Trajectory`, with absolute step ids.
+class Segment(Trajectory):
+    """Tokens [first_token, first_token + N) of a trajectory, with the fields of one.
+
+    The columns are those of its own tokens, with absolute step ids; N is 0 only in a last segment, when an attempt was
+    ended from outside just after a seam. `end` is "" unless it is the last one; what else is said of the trajectory
+    (`reward_parts`, `timings`) is what was known at the end of the segment.
 
     Attributes:
-      tokens, action_mask, rollout_logp, rewards, version, step_ids: [N]; N is 0 only in a last segment, when an
-        attempt was ended from outside just after a seam.
       index: which segment it is: its first step // steps per segment.
       first_token, first_step: where it begins. actions_before: action tokens of the trajectory before it.
-      end: how the trajectory ended, in its last segment; "" where it goes on. reason: what ended it.
       next_value: value of the first action token behind the segment, which closes its returns; None until a critic
         has been asked.
-      reward_parts, timings, windows: those of the trajectory up to the end of the segment, as far as they were known
-        then.
     """
 
-    tokens: np.ndarray
-    action_mask: np.ndarray
-    rollout_logp: np.ndarray
-    rewards: np.ndarray
-    version: np.ndarray
-    step_ids: np.ndarray
-    index: int
-    first_token: int
-    first_step: int
-    actions_before: int
-    end: str = ""
-    reason: str = ""
+    index: int = 0
+    first_token: int = 0
+    first_step: int = 0
+    actions_before: int = 0
     next_value: float | None = None
-    rollout: int = 0
-    attempt: int = 0
-    task: str = ""
-    group: int = 0
-    sample: int = 0
-    seed: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    sampler: str = ""
-    reward_parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    timings: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    windows: tuple[tuple[int, int, int], ...] = ()
-
-    @property
-    def length(self) -> int:
-        return len(self.tokens)
 
     @property
     def end_token(self) -> int:
@@ -89,10 +69,6 @@ class Segment:
     @property
     def last(self) -> bool:
         return self.end != ""
-
-    @property
-    def num_action_tokens(self) -> int:
-        return int(np.count_nonzero(self.action_mask))
 
 
 def check_segment(s: Segment) -> Segment:
@@ -127,11 +103,9 @@ def new_segment(
     `forget`: the builder does not keep it, see `TrajectoryBuilder.take_segment`.
     """
     start, columns = builder.take_segment(forget=forget)
-    extra = dict(
-        end=end, reason=reason, reward_parts=builder.reward_parts, timings=dict(timings or {}), windows=builder.windows
-    )
     before = builder.num_action_tokens - int(np.count_nonzero(columns["action_mask"]))
-    return _segment(columns, start, before, builder.step, steps_per_segment, builder.labels | extra)
+    scalars = builder.scalars(end, reason, timings)
+    return _segment(columns, start, before, builder.step, steps_per_segment, scalars)
 
 
 def cut_segment(t: Trajectory, first_token: int, end_token: int, *, steps_per_segment: int) -> Segment:
@@ -139,11 +113,12 @@ def cut_segment(t: Trajectory, first_token: int, end_token: int, *, steps_per_se
     if not 0 <= first_token <= end_token <= t.length:
         raise ValueError(f"no tokens {first_token} to {end_token} in a trajectory of {t.length}")
     columns = {name: getattr(t, name)[first_token:end_token] for name in COLUMNS}
-    labels = {name: getattr(t, name) for name in (*_LABELS, "attempt")}
-    if end_token == t.length:
-        labels |= {name: getattr(t, name) for name in ("end", "reason", *_UP_TO_HERE)}
+    scalars = _scalars(t)
+    if end_token < t.length:
+        scalars |= dict(end="", reason="", reward_parts={}, timings={})
+        scalars |= dict(windows=tuple(w for w in t.windows if w[0] <= end_token))
     before = int(np.count_nonzero(t.action_mask[:first_token]))
-    return _segment(columns, first_token, before, int(t.step_ids[-1]), steps_per_segment, labels)
+    return _segment(columns, first_token, before, int(t.step_ids[-1]), steps_per_segment, scalars)
 
 
 def split_trajectory(t: Trajectory, steps_per_segment: int) -> list[Segment]:
@@ -168,18 +143,14 @@ def join_segments(segments: Sequence[Segment]) -> Trajectory:
     columns = {name: np.concatenate([getattr(s, name) for s in segments]) for name in COLUMNS}
     for array in columns.values():
         array.flags.writeable = False
-    labels = {name: getattr(newest, name) for name in (*_LABELS, "attempt", *_UP_TO_HERE)}
     end, reason = (newest.end, newest.reason) if newest.last else _UNFINISHED
-    return check_trajectory(Trajectory(**columns, **labels, end=end, reason=reason))
+    return check_trajectory(Trajectory(**columns, **_scalars(newest) | dict(end=end, reason=reason)))
 
 
 def save_segment(s: Segment) -> bytes:
     """Safetensors bytes: columns as tensors, the rest as JSON in the metadata. Equal input, equal bytes."""
     check_segment(s)
-    scalars = {f.name: getattr(s, f.name) for f in dataclasses.fields(s) if f.name not in COLUMNS}
-    scalars |= {name: dict(scalars[name]) for name in ("reward_parts", "timings")}
-    columns = {name: np.ascontiguousarray(getattr(s, name)) for name in COLUMNS}
-    return safetensors.numpy.save(columns, metadata={_METADATA_KEY: json.dumps(scalars, sort_keys=True)})
+    return save_record(s, _METADATA_KEY)
 
 
 def load_segment(data: bytes | np.ndarray) -> Segment:
@@ -194,8 +165,7 @@ def load_segment(data: bytes | np.ndarray) -> Segment:
             raise ValueError("no header")
         header = json.loads(bytes(data[8:head]))
         metadata = header["__metadata__"]
-        scalars = json.loads(metadata[_METADATA_KEY] if _METADATA_KEY in metadata else metadata[_WHOLE_KEY])
-        scalars["windows"] = tuple(map(tuple, scalars.get("windows", ())))
+        scalars = read_scalars(metadata[_METADATA_KEY] if _METADATA_KEY in metadata else metadata[_WHOLE_KEY])
         columns = {name: _view(data, head, header[name]) for name in COLUMNS}
         if _METADATA_KEY in metadata:
             return check_segment(Segment(**columns, **scalars))
@@ -269,13 +239,18 @@ def read_trajectory(store: TrajectoryStore, location: Any) -> Trajectory:
     return join_segments([load_segment(store.read(one)) for one in locations_of(location)])
 
 
-def _segment(columns: dict, start: int, before: int, step: int, steps_per_segment: int, labels: dict) -> Segment:
+def _scalars(t: Trajectory) -> dict[str, Any]:
+    """What a record says of the whole trajectory."""
+    return {f.name: getattr(t, f.name) for f in dataclasses.fields(Trajectory) if f.name not in COLUMNS}
+
+
+def _segment(columns: dict, start: int, before: int, step: int, steps_per_segment: int, scalars: dict) -> Segment:
     """`step` is the one that an empty segment belongs to."""
     if steps_per_segment < 1:
         raise ValueError(f"steps_per_segment is {steps_per_segment}; it must be at least 1")
     first_step = int(columns["step_ids"][0]) if len(columns["step_ids"]) else step
     place = dict(index=first_step // steps_per_segment, first_token=start, first_step=first_step)
-    return check_segment(Segment(**columns, **place, actions_before=before, **labels))
+    return check_segment(Segment(**columns, **place, actions_before=before, **scalars))
 
 
 def _check_follows(before: Segment | None, s: Segment) -> None:

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import safetensors
@@ -223,7 +224,7 @@ class TrajectoryBuilder:
         self._append(prompt)
 
     def _begin(self, labels: dict) -> None:
-        self.labels = labels
+        self._labels = labels
         self._chunks: list[dict[str, np.ndarray]] = []
         self._starts: list[int] = []  # position of each chunk's first token
         self._length, self._actions = 0, 0
@@ -277,11 +278,6 @@ class TrajectoryBuilder:
         return self._since(0, "tokens")
 
     @property
-    def reward_parts(self) -> dict[str, float]:
-        """Totals by name so far."""
-        return dict(self._parts)
-
-    @property
     def context(self) -> np.ndarray:
         """int32 [N]: what a sampler must hold to go on: all tokens, or those of the newest window."""
         _, head, start = self._window
@@ -292,11 +288,6 @@ class TrajectoryBuilder:
     def context_length(self) -> int:
         _, head, start = self._window
         return head + self.length - start
-
-    @property
-    def windows(self) -> tuple[tuple[int, int, int], ...]:
-        """As in `Trajectory`."""
-        return tuple(self._windows)
 
     @property
     def _window(self) -> tuple[int, int, int]:
@@ -360,8 +351,13 @@ class TrajectoryBuilder:
         arrays = {name: self._since(0, name) for name in COLUMNS}
         for array in arrays.values():
             array.flags.writeable = False
+        return check_trajectory(Trajectory(**arrays, **self.scalars(end, reason, timings)))
+
+    def scalars(self, end: str, reason: str = "", timings: Mapping[str, float] | None = None) -> dict[str, Any]:
+        """What a record says of the whole trajectory, as it is now: all fields of `Trajectory` but the columns."""
         extra = dict(end=end, reason=reason, reward_parts=dict(self._parts), timings=dict(timings or {}))
-        return check_trajectory(Trajectory(**arrays, **self.labels, **extra, windows=self.windows))
+        extra |= dict(windows=tuple(self._windows))
+        return self._labels | extra
 
     def take_segment(self, *, forget: bool = False) -> tuple[int, dict[str, np.ndarray]]:
         """Ends a segment: the position of its first token and its columns, those since the last call.
@@ -412,13 +408,25 @@ class TrajectoryBuilder:
 
 def save_trajectory(t: Trajectory) -> bytes:
     """Safetensors bytes: arrays as tensors, the rest as JSON in the metadata. Equal input, equal bytes."""
-    scalars = {f.name: getattr(t, f.name) for f in dataclasses.fields(t) if f.name not in COLUMNS}
+    return save_record(t, _METADATA_KEY)
+
+
+def save_record(record: Trajectory, key: str) -> bytes:
+    """Safetensors bytes with what is no column as JSON under `key` of the metadata."""
+    scalars = {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name not in COLUMNS}
     scalars |= {name: dict(scalars[name]) for name in ("reward_parts", "timings")}
-    if not t.sampler:
-        del scalars["sampler"]  # as in records written before there was one
+    for name in ("sampler", "windows"):
+        if not scalars[name]:
+            del scalars[name]  # as in records written before there was one
     text = json.dumps(scalars, sort_keys=True)
-    arrays = {name: np.ascontiguousarray(getattr(t, name)) for name in COLUMNS}
-    return safetensors.numpy.save(arrays, metadata={_METADATA_KEY: text})
+    arrays = {name: np.ascontiguousarray(getattr(record, name)) for name in COLUMNS}
+    return safetensors.numpy.save(arrays, metadata={key: text})
+
+
+def read_scalars(text: str) -> dict[str, Any]:
+    """Inverse of the JSON of `save_record`."""
+    scalars = json.loads(text)
+    return scalars | {"windows": tuple(map(tuple, scalars.get("windows", ())))}
 
 
 def load_trajectory(data: bytes) -> Trajectory:
@@ -426,8 +434,7 @@ def load_trajectory(data: bytes) -> Trajectory:
     try:
         arrays = safetensors.numpy.load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        scalars = json.loads(header["__metadata__"][_METADATA_KEY])
-        scalars["windows"] = tuple(tuple(window) for window in scalars.get("windows", ()))
+        scalars = read_scalars(header["__metadata__"][_METADATA_KEY])
         t = Trajectory(**arrays, **scalars)
     except (
         safetensors.SafetensorError,

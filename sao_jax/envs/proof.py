@@ -114,7 +114,7 @@ class Proof(SteppedFamily):
         # In rewriting up to every third turn of the expert only moves the focus.
         turns, tokens = (longest + longest // 2, 10) if kind == "rewrite" else (longest, 14)
         self.max_turns = limit(turns)
-        self.max_tokens = 28 + tokens * turns
+        self.max_tokens = 28 + tokens * turns + 3 * (self.max_turns - turns - 3)  # spare turns are mostly refused steps
 
     def sample(self, rng: random.Random) -> str:
         return self.logic.draw(rng.choice(self.lengths), rng)

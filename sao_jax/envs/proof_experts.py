@@ -137,7 +137,7 @@ def advise_prop(goals: kernel.Goals) -> str:
     return proof[0] if proof else "b"
 
 
-@functools.lru_cache(1 << 14)
+@functools.lru_cache(1 << 16)
 def solution(sequent: Sequent) -> tuple[str, ...] | None:
     """Steps that prove a goal; None if there are none."""
     return _search(sequent, frozenset())

@@ -170,8 +170,8 @@ class Learner:
         """(device, slot) of the batch's n-th row."""
         if self._packing is None:
             return self.layout.place(n)
-        place = self._packing.places[n]
-        return place.device, place.slot
+        at = self._packing.places[n]
+        return at.device, at.slot
 
     def _window_of(self, n: int) -> int:
         return self.layout.window(n) if self._packing is None else self._packing.places[n].window
@@ -181,10 +181,10 @@ class Learner:
         pieces]; `slots` where there is none."""
         layout = self.layout
         slots = np.full((layout.devices, layout.windows, layout.rows, layout.pieces), layout.slots, np.int32)
-        for n, place in enumerate(self._packing.places):
+        for n, at in enumerate(self._packing.places):
             if n in rows:
-                row = slots[place.device, place.window, place.row]
-                row[np.argmax(row == layout.slots)] = place.slot
+                row = slots[at.device, at.window, at.row]
+                row[np.argmax(row == layout.slots)] = at.slot
         return slots
 
     def _live(self, index: int, rows: Container[int]) -> np.ndarray:

@@ -21,7 +21,7 @@ class Compute:
         which the block is computed again. "dots": the results of the weight products as well (not those of
         attention, which are quadratic in the length). "offload": the input of each block, in the host's memory.
       scan_layers: one loop over stacked parameters instead of one program part per block: compiled once whatever the
-        depth, at the cost of a copy of the parameters.
+        depth, at the cost of a copy of the parameters. On CPU any remat does it too.
       sequence_axis: the mesh axis that rows are cut over, in order and in equal parts, inside `shard_map`; None: whole.
     """
 
@@ -54,6 +54,8 @@ def apply_blocks(blocks, x_BxTxD: jax.Array, args: tuple, compute: Compute) -> j
             x_BxTxD = block(x_BxTxD, *args)
         return x_BxTxD
 
+    # On CPU XLA merges what is computed again with what was computed first, unless a loop parts them.
+    looped = compute.scan_layers or jax.default_backend() == "cpu"
     parts = [nnx.split(block) for block in blocks]
     graph = parts[0][0]
 
@@ -61,9 +63,8 @@ def apply_blocks(blocks, x_BxTxD: jax.Array, args: tuple, compute: Compute) -> j
         return nnx.merge(graph, state)(checkpoint_name(x, _INPUT), *args)
 
     if compute.remat != "none":
-        # Inside a loop XLA cannot merge the second computation with the first one, so nothing needs to prevent it.
-        run = jax.checkpoint(run, policy=_policy(compute.remat), prevent_cse=not compute.scan_layers)
-    if compute.scan_layers:
+        run = jax.checkpoint(run, policy=_policy(compute.remat), prevent_cse=not looped)
+    if looped:
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(state for _, state in parts))
         return jax.lax.scan(lambda x, state: (run(x, state), None), x_BxTxD, stacked)[0]
     return functools.reduce(run, (state for _, state in parts), x_BxTxD)

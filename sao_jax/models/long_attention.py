@@ -19,7 +19,7 @@ import typing
 import jax
 import jax.numpy as jnp
 
-BLOCK = 512
+BLOCK = 256
 _LOW = -1e30  # below every score, and finite: the difference of two of them is 0
 
 

@@ -21,6 +21,7 @@ from sao_jax.envs.registry import make_family
 from sao_jax.learner.layout import Layout
 from sao_jax.learner.learner import Learner
 from sao_jax.learner.sharding import own_mesh
+from sao_jax.models.compute import check_backend
 from sao_jax.models.decoder import init_params
 from sao_jax.rollout.agents import Agents
 from sao_jax.rollout.clock import Clock
@@ -222,6 +223,7 @@ def open_run(
     family, context = family_and_context(config)
     compiles = CompileCounter()
     mesh = data_mesh(config.devices)
+    check_backend(config.compute())
     checkpoints = Checkpoints(folder / "checkpoints", keep=config.keep_checkpoints)
     newest = checkpoints.newest() if resume else None
     if not resume and source is None:

@@ -1,5 +1,6 @@
 """Pieces share rows without overlap, in the order of their coming, and never need more windows than there are."""
 
+import itertools
 import math
 
 import pytest
@@ -63,7 +64,7 @@ def test_windows_come_in_order_and_are_left_only_when_a_piece_fits_no_row(case):
     packing, lengths = packed(**case), case["lengths"]
     windows = [p.window for p in packing.places]
     assert windows[0] == 0
-    assert all(b - a in (0, 1) for a, b in zip(windows, windows[1:], strict=False))
+    assert all(b - a in (0, 1) for a, b in itertools.pairwise(windows))
     for n in range(1, len(lengths)):
         before = packed(**case | dict(lengths=lengths[:n])) if case["devices"] == 1 else None
         if before is None or windows[n] == windows[n - 1]:

@@ -59,6 +59,7 @@ def test_segments_of_two_turns():
     assert (second.rollout, second.attempt, second.task, second.seed) == (7, 1, "toy/train/0", 11)
 
 
+@hypothesis.settings(deadline=None)  # a busy machine is no failure
 @hypothesis.given(trajectories(), st.integers(1, 4))
 def test_split_stored_and_joined_is_the_same_to_the_bit(t, steps):
     parts = [load_segment(save_segment(s)) for s in split_trajectory(t, steps)]
@@ -67,6 +68,7 @@ def test_split_stored_and_joined_is_the_same_to_the_bit(t, steps):
     assert save_trajectory(join_segments(parts)) == save_trajectory(t)
 
 
+@hypothesis.settings(deadline=None)  # a busy machine is no failure
 @hypothesis.given(trajectories(), st.integers(1, 3))
 def test_a_stored_segment_is_read_to_the_bit(t, steps):
     for s in split_trajectory(t, steps):
@@ -74,6 +76,13 @@ def test_a_stored_segment_is_read_to_the_bit(t, steps):
         assert again.next_value == 0.1
         assert save_segment(dataclasses.replace(again, next_value=None)) == save_segment(s)
         assert not again.tokens.flags.writeable
+
+
+def test_segments_keep_all_that_a_record_says_of_its_trajectory():
+    t = dataclasses.replace(long_one(), sampler="best of 4", top_k=3)
+    parts = [load_segment(save_segment(s)) for s in split_trajectory(t, 4)]
+    assert {s.sampler for s in parts} == {"best of 4"}
+    assert save_trajectory(join_segments(parts)) == save_trajectory(t)
 
 
 def test_segments_taken_while_it_grows_are_those_of_the_finished_trajectory():
@@ -133,7 +142,7 @@ def test_rewards_of_one_token_are_rounded_once():
 
 
 @hypothesis.given(st.integers(0, 2**32 - 1))
-@hypothesis.settings(max_examples=20)
+@hypothesis.settings(max_examples=20, deadline=None)
 def test_a_long_trajectory_is_what_plain_lists_hold(seed):
     """Lengths from 1 to 300 cross the arrays it grows by; rewards fall on both sides of them."""
     rng, steps, at_seams, seams = np.random.default_rng(seed), -1, [], []
@@ -211,6 +220,7 @@ def test_a_malformed_segment(change, message):
         save_segment(dataclasses.replace(s, **change))
 
 
+@hypothesis.settings(deadline=None)
 @hypothesis.given(st.binary(max_size=200))
 def test_garbage_is_refused(data):
     with pytest.raises(ValueError, match="not a stored segment"):

@@ -17,6 +17,7 @@ from helpers import (
 
 from sao_jax.learner.layout import Layout
 from sao_jax.learner.objective import Choices
+from sao_jax.models.compute import Compute
 
 CHOICES = Choices(kl="off", critic_passes=1)
 NUMBERS = dict(lr=0.1, critic_lr=0.1, adam_eps=1.0, gamma=0.9)
@@ -53,6 +54,13 @@ def test_devices_agree_with_one(single, devices, micro_rows, shard):
         sums.pop(name)
     assert_close(sums, {k: single[2][k] for k in sums})
     assert_close(params, single[3])
+
+
+def test_a_batch_computed_again_in_a_loop_over_layers_is_the_same_batch(single):
+    learner = make_learner(CHOICES, devices=2, micro_rows=1, shard_params=True, compute=Compute("block", True))
+    policy, critic, _, params = batch_result(learner)
+    for got, want in zip((policy, critic, params), (single[0], single[1], single[3]), strict=True):
+        assert_close(got, want)
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import quick_compile  # noqa: F401
 
 from sao_jax.models import attention as attn
 from sao_jax.models import long_attention as long
 from sao_jax.models.compute import Compute
 from sao_jax.models.config import ModelConfig
 from sao_jax.models.decoder import bind, init_params, pack_positions
-from tests.helpers import quick_compile  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

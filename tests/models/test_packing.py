@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import quick_compile  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +13,6 @@ from sao_jax.models.config import ModelConfig
 from sao_jax.models.critic import critic_outputs, init_critic, prefix_values
 from sao_jax.models.decoder import bind, init_params, pack_positions
 from sao_jax.models.logprobs import next_token_logprobs
-from tests.helpers import quick_compile  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -133,11 +133,14 @@ def test_a_replay_that_was_stopped_ends_like_one_that_was_not(stopped_run, tmp_p
     dict(NO_CRITIC, baseline="running_mean", rollouts=24),
     dict(whiten="batch", over_stale="wait", rollouts=24),
     dict(num_critic_only_steps=2, publish_every=2, forced_staleness=1, rollouts=24),
+    dict(segment_steps=1, rollouts=24),
 ], ids=lambda flags: next(iter(flags)))  # fmt: skip
 def test_replay_finds_every_token_and_number_again(tmp_path, flags):
     record, _ = run_with_stops(tmp_path / "run", (30, 12), **flags)
     assert record.counts["running"] == record.counts["finished"] == 0
     assert len(set(record.trained)) == len(record.trained)
+    in_segments = sum(isinstance(rollout.location, list) for rollout in record.rollouts)
+    assert (in_segments > 0) == ("segment_steps" in flags)
     figures = replay(tmp_path / "run", tmp_path / "replay", SilentDisplay(), resample=True)
     assert figures["identical"], figures
     assert figures["tokens_compared"] > 0

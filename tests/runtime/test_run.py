@@ -42,6 +42,7 @@ def refused(folder, says, **flags):
         (dict(env_workers=2), "--env-workers has no effect here; it needs a task that is not fast, and 'tiny' is"),
         (dict(env_timeout=2.0), "--env-timeout has no effect here"),
         (dict(shard_params=True, devices=1), "--shard-params has no effect here; it needs more than one device"),
+        (dict(remat="offload"), "remat offload .* backend cpu .* use none, block or dots"),
         (dict(max_tokens=3), "up to 3 tokens, so 3 leave no room for an action; --max-tokens must be at least 4"),
         (dict(max_tokens=4), "demonstration 0 of task 'tiny' needs more than 4 tokens|needs more than 4 tokens"),
         (dict(slots=7), "7 slots cannot be split"),
