@@ -207,13 +207,17 @@ class Programs:
     # of their pieces (`slots`: none) in place of the latter.
 
     def _take(self, buffer, index, live):
-        """(rows, which of them are live, forward pass of the policy, of the critic) of a window."""
+        """(rows, which of them are live, forward pass of the policy, of the critic) of a window.
+
+        `live` None: unpacked, the field "filled" of the buffer says it.
+        """
         if self.layout.packed:
-            data, live, shared = packed.take(buffer, live)
+            data, live, shared = packed.take(buffer, live[0])
             policy = functools.partial(packed.policy_forward, self.config, rows=data, shared=shared)
             return data, live, policy, functools.partial(packed.critic_forward, self.config, rows=data, shared=shared)
         data = win.take_window(buffer, index, self.layout.rows)
         policy = functools.partial(win.policy_forward, self.config, rows=data)
+        live = data["filled"] if live is None else live[0]
         return data, live, policy, functools.partial(critic_outputs, self.config, tokens_BxT=data["tokens"])
 
     def _put(self, buffer, index, live, fresh):
@@ -236,7 +240,7 @@ class Programs:
         logp_for_targets = scored and choices.has_critic and choices.critic_targets == "dis"
 
         def body(params, scalars, totals, buffer, index, live, numbers):
-            data, used, policy_forward, critic_forward = self._take(buffer, index, live[0])
+            data, used, policy_forward, critic_forward = self._take(buffer, index, live)
             data["action_mask"] &= used[:, None]
             local = {name: sharding.localize(params[name], specs[name]) for name in ("policy", "critic")}
             trained = {name: local[name] for name in parts}
@@ -304,7 +308,7 @@ class Programs:
         choices, specs = self.choices, self.specs
 
         def body(params, buffer, index, live, numbers):
-            data, _, policy_forward, critic_forward = self._take(buffer, index, live[0])
+            data, _, policy_forward, critic_forward = self._take(buffer, index, live)
             whole = {k: sharding.gather(sharding.localize(p, specs[k]), specs[k]) for k, p in params.items()}
             outputs = critic_forward(params=whole["critic"])
             logp = policy_forward(params=whole["policy"])[0] if "policy" in whole else None
@@ -430,8 +434,11 @@ class Programs:
             whole = sharding.gather(sharding.localize(params, specs), specs)
 
             def step(index, carry):
-                live = jax.lax.dynamic_slice_in_dim(filled[0], index * rows, rows)
-                data, live, policy_forward, _ = self._take(buffer, index, live)
+                if self.layout.packed:
+                    slots = jax.lax.dynamic_slice_in_dim(filled, index * rows, rows, axis=1)
+                    data, live, policy_forward, _ = self._take(buffer, index, slots)
+                else:
+                    data, live, policy_forward, _ = self._take(buffer | {"filled": filled}, index, None)
                 data["action_mask"] &= live[:, None]
                 logp, _ = policy_forward(params=whole, compute=self.compute)
                 kl, count = rollout_kl(data["rollout_logp"], logp, data["action_mask"])
