@@ -17,6 +17,9 @@ class Layout:
 
     With `pieces` above 1 that many rows of the buffer, then called pieces, share a row of a window where their tokens
     fit it; their places are those of `packing`, and those that follow here do not apply.
+
+    With `buckets` above 1 a window whose rows are all short is computed at a half, a quarter, ... of their length: so
+    many lengths are compiled.
     """
 
     devices: int
@@ -26,6 +29,7 @@ class Layout:
     batch: int
     most: int = 1
     pieces: int = 1
+    buckets: int = 1
 
     @classmethod
     def fit(
@@ -37,13 +41,14 @@ class Layout:
         micro_rows: int | None = None,
         most: int = 1,
         pieces: int = 1,
+        buckets: int = 1,
     ) -> "Layout":
         """About 512 tokens a device and gradient call unless `micro_rows` (rows per device) is given."""
         if batch < 1:
             raise ValueError(f"batch size is {batch}; it must be at least 1")
         per_device = math.ceil(batch * most / devices)
         rows = min(micro_rows or max(1, 512 // length), per_device)
-        return cls(devices, rows, math.ceil(per_device / rows), length, batch, most, pieces)
+        return cls(devices, rows, math.ceil(per_device / rows), length, batch, most, pieces, buckets)
 
     @property
     def capacity(self) -> int:
@@ -58,6 +63,15 @@ class Layout:
     @property
     def packed(self) -> bool:
         return self.pieces > 1
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Lengths that a window may be computed at, the longest first."""
+        return tuple(-(-self.length // 2**n) for n in range(self.buckets))
+
+    def bucket(self, tokens: int) -> int:
+        """The shortest of `lengths` that holds rows of so many tokens."""
+        return min(length for length in self.lengths if length >= tokens)
 
     def packing(self) -> Packing:
         """Places for the pieces of a batch."""

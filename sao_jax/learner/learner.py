@@ -67,6 +67,7 @@ class Learner:
         self._indices = [place(jnp.int32(w), self._replicated) for w in range(layout.windows)]
         self._filled = self._pending = self._arrived = 0
         self._packing = layout.packing() if layout.packed else None
+        self._lengths: list[int] = []  # of the rows of the batch so far
         self._chains: list[range] = []  # rows of trajectories that have several, among those no gradient call has used
         self.used_modes: set[str] = set()
         self._check: Callable[[], None] = _nothing  # called before each program; set while they are compiled
@@ -122,8 +123,9 @@ class Learner:
         if len(rows) > 1:
             self._chains.append(range(self._filled, self._filled + len(rows)))
         for row in rows:
+            self._lengths.append(int(row["length"]))
             if self._packing is not None:
-                self._packing.add(int(row["length"]))
+                self._packing.add(self._lengths[-1])
             device, slot = self._place_of(self._filled)
             parts = (
                 np.stack([row[k].astype(np.int32) for k in INT_FIELDS]),
@@ -203,9 +205,13 @@ class Learner:
         if first == last:
             return
         self.used_modes.add(mode)
-        program = self.programs.window(mode, not self.critic_only)
         for index in range(self._window_of(first), self._window_of(last - 1) + 1):
             live = self._live(index, range(first, last))
+            length = self.layout.length
+            if self.layout.buckets > 1:
+                members = self.layout.rows_of(index)
+                length = self.layout.bucket(max(self._lengths[max(first, members.start) : min(last, members.stop)]))
+            program = self.programs.window(mode, not self.critic_only, length)
             self._check()
             start = time.monotonic()
             self._totals, self._buffer = program(
@@ -286,6 +292,7 @@ class Learner:
     def _clear(self) -> None:
         self._filled = self._pending = self._arrived = 0
         self._chains.clear()
+        self._lengths.clear()
         if self._packing is not None:
             self._packing.clear()
 
@@ -309,14 +316,16 @@ class Learner:
         """
         saved = jax.tree.map(jnp.copy, self.state), self.version, self.critic_only
         self._check = check
-        rows = (row,) if self.layout.most == 1 else (row | {"followed": np.True_}, row)
         for critic_only in (True, False) if preheat else (False,):
             self.critic_only = critic_only
-            for _ in range(2):  # the second round has the programs' own results as inputs
-                self.put(*rows)
-                self.update()
-            if critic_only:
-                self.score([rows])
+            for length in self.layout.lengths:
+                one = row if self.layout.buckets == 1 else row | {"length": np.int32(length)}
+                rows = (one,) if self.layout.most == 1 else (one | {"followed": np.True_}, one)
+                for _ in range(2):  # the second round has the programs' own results as inputs
+                    self.put(*rows)
+                    self.update()
+                if critic_only:
+                    self.score([rows])
         self.state, self.version, self.critic_only = saved
         self._check = _nothing
         if self.programs.shard_params:

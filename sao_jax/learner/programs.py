@@ -206,16 +206,16 @@ class Programs:
     # A window's rows are named by its index and by which of them are live [rows]; packed, by the slots [rows, pieces]
     # of their pieces (`slots`: none) in place of the latter.
 
-    def _take(self, buffer, index, live):
+    def _take(self, buffer, index, live, length: int | None = None):
         """(rows, which of them are live, forward pass of the policy, of the critic) of a window.
 
-        `live` None: unpacked, the field "filled" of the buffer says it.
+        `live` None: unpacked, the field "filled" of the buffer says it. `length`: that of the rows, if not all of it.
         """
         if self.layout.packed:
             data, live, shared = packed.take(buffer, live[0])
             policy = functools.partial(packed.policy_forward, self.config, rows=data, shared=shared)
             return data, live, policy, functools.partial(packed.critic_forward, self.config, rows=data, shared=shared)
-        data = win.take_window(buffer, index, self.layout.rows)
+        data = win.shorten(win.take_window(buffer, index, self.layout.rows), length or self.layout.length)
         policy = functools.partial(win.policy_forward, self.config, rows=data)
         live = data["filled"] if live is None else live[0]
         return data, live, policy, functools.partial(critic_outputs, self.config, tokens_BxT=data["tokens"])
@@ -225,8 +225,12 @@ class Programs:
             return packed.put(buffer, live, fresh)
         return win.put_window(buffer, index, self.layout.rows, live, fresh)
 
+    def window(self, mode: str, frozen: bool = True, length: int | None = None):
+        """`_window`, at one of the layout's lengths; by default the longest."""
+        return self._window(mode, frozen, length or self.layout.length)
+
     @functools.cache  # noqa: B019 -- the instance lives as long as the run
-    def window(self, mode: str, frozen: bool = True):
+    def _window(self, mode: str, frozen: bool, length: int):
         """(state, totals, buffer, window index, live [D, rows], numbers) -> totals, buffer, for one of `MODES`.
 
         A window whose gradient is not finite on some device adds nothing but to the count of skipped windows; `frozen`
@@ -240,7 +244,7 @@ class Programs:
         logp_for_targets = scored and choices.has_critic and choices.critic_targets == "dis"
 
         def body(params, scalars, totals, buffer, index, live, numbers):
-            data, used, policy_forward, critic_forward = self._take(buffer, index, live)
+            data, used, policy_forward, critic_forward = self._take(buffer, index, live, length)
             data["action_mask"] &= used[:, None]
             local = {name: sharding.localize(params[name], specs[name]) for name in ("policy", "critic")}
             trained = {name: local[name] for name in parts}
@@ -434,14 +438,24 @@ class Programs:
             whole = sharding.gather(sharding.localize(params, specs), specs)
 
             def step(index, carry):
-                if self.layout.packed:
-                    slots = jax.lax.dynamic_slice_in_dim(filled, index * rows, rows, axis=1)
-                    data, live, policy_forward, _ = self._take(buffer, index, slots)
+                def measure(length):
+                    if self.layout.packed:
+                        slots = jax.lax.dynamic_slice_in_dim(filled, index * rows, rows, axis=1)
+                        data, live, policy_forward, _ = self._take(buffer, index, slots)
+                    else:
+                        data, live, policy_forward, _ = self._take(buffer | {"filled": filled}, index, None, length)
+                    data["action_mask"] &= live[:, None]
+                    logp, _ = policy_forward(params=whole, compute=self.compute)
+                    return rollout_kl(data["rollout_logp"], logp, data["action_mask"])
+
+                if self.layout.buckets == 1:
+                    kl, count = measure(self.layout.length)
                 else:
-                    data, live, policy_forward, _ = self._take(buffer | {"filled": filled}, index, None)
-                data["action_mask"] &= live[:, None]
-                logp, _ = policy_forward(params=whole, compute=self.compute)
-                kl, count = rollout_kl(data["rollout_logp"], logp, data["action_mask"])
+                    seen = win.take_window({"length": buffer["length"], "filled": filled}, index, rows)
+                    longest = jnp.where(seen["filled"], seen["length"], 0).max()
+                    shorter = sum((longest <= length).astype(jnp.int32) for length in self.layout.lengths[1:])
+                    branches = [functools.partial(measure, length) for length in self.layout.lengths]
+                    kl, count = jax.lax.switch(shorter, branches)
                 return carry[0] + kl, carry[1] + count
 
             zero = jax.lax.pcast(jnp.zeros(()), sharding.AXIS, to="varying")
@@ -452,6 +466,12 @@ class Programs:
             kl, count = jax.lax.fori_loop(0, used, step, (zero, zero))
             return jax.lax.psum(kl, sharding.AXIS) / jnp.maximum(jax.lax.psum(count, sharding.AXIS), 1.0)
 
-        names = ("tokens", "action_mask", "rollout_logp", "temperature", *(("length",) if self.layout.packed else ()))
+        names = (
+            "tokens",
+            "action_mask",
+            "rollout_logp",
+            "temperature",
+            *(("length",) if self.layout.packed or self.layout.buckets > 1 else ()),
+        )
         used = {k: buffer[k] for k in names}
         return self._on_mesh(body, (specs, P(sharding.AXIS), P(sharding.AXIS)), P())(params, used, filled)

@@ -53,8 +53,13 @@ def batch_of(seed, count=BATCH):
 ROWS = batch_of(3)
 
 
-def result(learner, batch, call_after=()):
+def restart_and_train(learner, batch, call_after=()):
     """Gradients and sums before the boundary, the boundary's figures, and the parameters after it."""
+    return result(learner, batch, call_after)[0]
+
+
+def result(learner, batch, call_after=()):
+    """`restart_and_train`, and the number of windows that gradient calls worked on."""
     restart(learner, **NUMBERS)
     for n, rows in enumerate(batch):
         learner.put(*rows)
@@ -123,7 +128,12 @@ def test_nothing_is_compiled_after_the_warm_up():
     learner = make_learner(Choices(), length=LENGTH, batch=BATCH, pieces=4)
     learner.warm_up(blank_row(LENGTH), preheat=False)
     programs = learner.programs
-    compiled = [programs.put, programs.policy_step, programs.critic_step(), *map(programs.window, ("both", "again"))]
+    compiled = [
+        programs.put,
+        programs.policy_step,
+        programs.critic_step(True),
+        *map(programs.window, ("both", "again")),
+    ]
     before = [program._cache_size() for program in compiled]
     for rows in (ROWS, batch_of(5), batch_of(6)[:2]):
         for row in rows:
