@@ -5,8 +5,8 @@ the newest window that has room for it, else to a new window. The places are a f
 and of nothing else, so that a recorded order gives the same places again, whatever happened in between.
 """
 
-import copy
 import dataclasses
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -61,7 +61,17 @@ class Packing:
         self._open: list[list[int]] = []
 
     def copy(self) -> "Packing":
-        return copy.deepcopy(self)
+        other = dataclasses.replace(self)
+        other.places, other._taken, other._newest = list(self.places), list(self._taken), self._newest
+        other._open = [list(row) for row in self._open]
+        return other
+
+    def pieces_in(self, window: int) -> range:
+        """Numbers of the pieces in a window: they came one after the other."""
+        first, last = (
+            side(self.places, window, key=lambda place: place.window) for side in (bisect_left, bisect_right)
+        )
+        return range(first, last)
 
     def add(self, length: int) -> Place:
         """Raises ValueError for a piece that fits no row, or one more than there are slots."""

@@ -9,7 +9,7 @@ process of a mesh over several makes the same calls.
 """
 
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -178,21 +178,21 @@ class Learner:
     def _window_of(self, n: int) -> int:
         return self.layout.window(n) if self._packing is None else self._packing.places[n].window
 
-    def _slots_of_pieces(self, rows: Container[int]) -> np.ndarray:
-        """The slots of those pieces of each row that are among `rows`: int32 [devices, windows, rows of a window,
-        pieces]; `slots` where there is none."""
+    def _slots_of_pieces(self, numbers: Iterable[int]) -> np.ndarray:
+        """The slots of these pieces in their rows: int32 [devices, windows, rows of a window, pieces]; `slots` where
+        there is none."""
         layout = self.layout
         slots = np.full((layout.devices, layout.windows, layout.rows, layout.pieces), layout.slots, np.int32)
-        for n, at in enumerate(self._packing.places):
-            if n in rows:
-                row = slots[at.device, at.window, at.row]
-                row[np.argmax(row == layout.slots)] = at.slot
+        for n in numbers:
+            at = self._packing.places[n]
+            row = slots[at.device, at.window, at.row]
+            row[np.argmax(row == layout.slots)] = at.slot
         return slots
 
     def _live(self, index: int, rows: Container[int]) -> np.ndarray:
         """Which rows of a window are among `rows`: bool [devices, rows of a window], or `_slots_of_pieces` of it."""
         if self._packing is not None:
-            return self._slots_of_pieces(rows)[:, index]
+            return self._slots_of_pieces(n for n in self._packing.pieces_in(index) if n in rows)[:, index]
         live = np.zeros((self.layout.devices, self.layout.rows), bool)
         for n in self.layout.rows_of(index):
             if n in rows:

@@ -65,6 +65,9 @@ def test_windows_come_in_order_and_are_left_only_when_a_piece_fits_no_row(case):
     windows = [p.window for p in packing.places]
     assert windows[0] == 0
     assert all(b - a in (0, 1) for a, b in itertools.pairwise(windows))
+    assert [packing.pieces_in(w) for w in range(windows[-1] + 1)] == [
+        range(windows.index(w), windows.index(w) + windows.count(w)) for w in range(windows[-1] + 1)
+    ]
     for n in range(1, len(lengths)):
         before = packed(**case | dict(lengths=lengths[:n])) if case["devices"] == 1 else None
         if before is None or windows[n] == windows[n - 1]:

@@ -9,6 +9,7 @@ from test_replay import run_with_stops
 from sao_jax.envs import registry
 from sao_jax.runtime.config import RunConfig
 from sao_jax.runtime.replay import replay
+from sao_jax.runtime.run import family_and_context
 
 ROOM = 64
 
@@ -56,3 +57,13 @@ def test_a_critic_that_steps_on_arrivals_has_nothing_to_pack():
     with pytest.raises(ValueError, match="--pack has no effect here; it needs --critic-update batch"):
         RunConfig(pack=True, critic_update="arrival").resolved()
     assert not RunConfig().resolved().pack
+
+
+@pytest.mark.parametrize(("flags", "says"), [
+    (dict(pack=True, row_buckets=2), "--row-buckets has no effect here; it needs a row for each trajectory"),
+    (dict(row_buckets=0), "--row-buckets is 0; it must be at least 1"),
+    (dict(row_buckets=5), "--row-buckets 5 halves rows of 64 tokens to 4; the shortest must hold at least 8"),
+])  # fmt: skip
+def test_row_lengths_that_make_no_sense_are_refused(flags, says):
+    with pytest.raises(ValueError, match=says):
+        family_and_context(RunConfig(task="roomy-tiny", **flags).resolved())
