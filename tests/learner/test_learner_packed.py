@@ -19,6 +19,7 @@ from test_learner_rows import cut_rows, trajectories
 
 from sao_jax.data.rows import blank_row
 from sao_jax.learner.objective import Choices
+from sao_jax.runtime.devices import CompileCounter
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -127,16 +128,12 @@ def test_scores_are_those_of_unpacked_rows():
 def test_nothing_is_compiled_after_the_warm_up():
     learner = make_learner(Choices(), length=LENGTH, batch=BATCH, pieces=4)
     learner.warm_up(blank_row(LENGTH), preheat=False)
-    programs = learner.programs
-    compiled = [
-        programs.put,
-        programs.policy_step,
-        programs.critic_step(True),
-        *map(programs.window, ("both", "again")),
-    ]
-    before = [program._cache_size() for program in compiled]
+    counter = CompileCounter()
     for rows in (ROWS, batch_of(5), batch_of(6)[:2]):
         for row in rows:
             learner.put(*row)
         learner.update()
-    assert before == [program._cache_size() for program in compiled]
+    assert counter.count == 0
+    restart(learner, **NUMBERS)
+    jax.jit(lambda x: x + len(ROWS))(1)  # the counter counts
+    assert counter.count > 0
