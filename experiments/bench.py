@@ -1,7 +1,7 @@
 """Speed of the parts and of the whole, as JSON lines, each against what this machine can do.
 
     python -m experiments.bench                  # everything; several minutes
-    python -m experiments.bench --only sampler   # one of update, sampler, loop, gae
+    python -m experiments.bench --only sampler   # one of update, packing, sampler, loop, gae
     python -m experiments.bench --quick          # small, to see that it works
 
 The reference model has vocabulary 512, width 128, 4 layers, 4 heads with 2 key/value heads of 32, MLP 384 (0.85 M
@@ -30,7 +30,7 @@ TASK = f"sao_jax.envs.fixed_length:FixedLength:prompt=32,new=64,vocab_size={VOCA
 
 @dataclasses.dataclass(frozen=True)
 class Flags:
-    only: Literal["update", "sampler", "loop", "gae"] | None = None
+    only: Literal["update", "packing", "sampler", "loop", "gae"] | None = None
     """Measure one part."""
     quick: bool = False
     """Few repetitions and small sizes."""
@@ -43,7 +43,7 @@ def main(stop) -> None:
     from sao_jax.runtime.devices import prepare_backend
 
     prepare_backend(flags.devices)
-    for name, measure in (("update", update), ("sampler", sampler), ("loop", loop), ("gae", gae)):
+    for name, measure in (("update", update), ("packing", packing), ("sampler", sampler), ("loop", loop), ("gae", gae)):
         if flags.only in (None, name):
             for line in measure(flags.quick):
                 stop.check()
@@ -147,6 +147,55 @@ def update(quick: bool):
             "share_of_matmul": round(flops / second / rate, 3),
             "share_outside_compiled": round(1 - inside / whole, 3),
         }
+
+
+def packing(quick: bool):
+    """The same update on trajectories of mixed length, up to 256 tokens: a row for each, and rows shared by several.
+
+    Lengths are lognormal with median 64, so that most are much shorter than the row; the update is the full one.
+    """
+    import jax
+    import numpy as np
+
+    from sao_jax.data.packing import pieces_of
+    from sao_jax.data.rows import blank_row
+    from sao_jax.learner.layout import Layout
+    from sao_jax.learner.learner import Learner
+    from sao_jax.models.decoder import init_params
+    from sao_jax.runtime.config import RunConfig
+    from sao_jax.runtime.devices import data_mesh
+
+    batch, length, repetitions = (16, 256, 1) if quick else (64, 256, 5)
+    mesh, rng, rows = data_mesh(), np.random.default_rng(0), []
+    for tokens in np.clip(rng.lognormal(np.log(64), 0.6, batch), 16, length).astype(int):
+        row = blank_row(length)
+        row["tokens"][:tokens] = rng.integers(0, VOCABULARY, tokens)
+        row["action_mask"][1:tokens] = True
+        row["rollout_logp"][1:tokens] = -np.log(VOCABULARY)
+        row["rewards"][tokens - 1] = rng.integers(0, 2)
+        rows.append(row | {"length": np.int32(tokens), "lambda_": np.float32(0.99)})
+    config = RunConfig(**REFERENCE).resolved()
+    model = config.model(VOCABULARY)
+    policy = jax.jit(lambda key: init_params(model, key))(jax.random.key(0))
+    learners = {}
+    for pieces in (1, pieces_of(length)):
+        layout = Layout.fit(batch, length, mesh.size, micro_rows=2, pieces=pieces)
+        learners[pieces] = Learner(model, config.choices(), config.numbers(), layout, mesh, policy)
+        one_update(learners[pieces], rows)
+        one_update(learners[pieces], rows)
+    seconds = {pieces: [] for pieces in learners}
+    for _ in range(repetitions):  # in turn, because the machine's own speed drifts
+        for pieces, learner in learners.items():
+            seconds[pieces].append(median_seconds(lambda: one_update(learner, rows), 1))  # noqa: B023
+    tokens, (alone, shared) = sum(int(row["length"]) for row in rows), (statistics.median(s) for s in seconds.values())
+    yield {
+        "shape": [batch, length],
+        "devices": mesh.size,
+        "tokens": tokens,
+        "tokens_per_s": round(tokens / alone),
+        "packed_tokens_per_s": round(tokens / shared),
+        "ratio": round(alone / shared, 2),
+    }
 
 
 class TimedPrograms:

@@ -323,6 +323,8 @@ def make_learner(
     batch=8,
     length=LENGTH,
     most=1,
+    pieces=1,
+    buckets=1,
     seed=0,
     shard_params=False,
     compute=PLAIN,
@@ -330,7 +332,7 @@ def make_learner(
 ):
     """A learner of the tiny model; distributions are far from uniform, and the critic's trunk has a gradient."""
     policy = jax.tree.map(lambda x: 2 * x, init_params(MODEL, jax.random.key(seed)))
-    layout = Layout.fit(batch, length, devices, micro_rows=micro_rows, most=most)
+    layout = Layout.fit(batch, length, devices, micro_rows=micro_rows, most=most, pieces=pieces, buckets=buckets)
     how = dict(shard_params=shard_params, compute=compute)
     learner = Learner(MODEL, choices, Numbers(**numbers), layout, data_mesh(devices), policy, **how)
     if choices.has_critic:

@@ -9,13 +9,14 @@ process of a mesh over several makes the same calls.
 """
 
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from sao_jax.data.packing import Packing
 from sao_jax.learner.layout import Layout
 from sao_jax.learner.objective import Choices, Numbers
 from sao_jax.learner.programs import FLOAT_FIELDS, INT_FIELDS, SCALAR_FIELDS, Programs
@@ -65,6 +66,8 @@ class Learner:
         self._buffer = self.programs.new_buffer()
         self._indices = [place(jnp.int32(w), self._replicated) for w in range(layout.windows)]
         self._filled = self._pending = self._arrived = 0
+        self._packing = layout.packing() if layout.packed else None
+        self._lengths: list[int] = []  # of the rows of the batch so far
         self._chains: list[range] = []  # rows of trajectories that have several, among those no gradient call has used
         self.used_modes: set[str] = set()
         self._check: Callable[[], None] = _nothing  # called before each program; set while they are compiled
@@ -92,9 +95,18 @@ class Learner:
 
     @property
     def window_ready(self) -> bool:
-        """Whether the rows not used yet complete a window or the batch, so that a gradient call wastes nothing."""
+        """Whether the rows not used yet complete a window or the batch, so that a gradient call wastes nothing.
+
+        Packed, a window is complete when the next trajectory does not fit it: ask `packing()` before that is put.
+        """
+        if self._packing is not None:
+            return self._pending > 0 and self.full
         complete = self.layout.completes_window(self._filled, self._filled - self._pending)
         return self._pending > 0 and (self.full or complete)
+
+    def packing(self) -> Packing | None:
+        """The places of the batch's pieces so far, a copy to plan with; None if rows are not packed."""
+        return self._packing and self._packing.copy()
 
     def put(self, *rows: dict[str, np.ndarray]) -> None:
         """Copies the rows of a trajectory to their places; an arrival-trained critic steps on them right away."""
@@ -111,7 +123,10 @@ class Learner:
         if len(rows) > 1:
             self._chains.append(range(self._filled, self._filled + len(rows)))
         for row in rows:
-            device, slot = self.layout.place(self._filled)
+            self._lengths.append(int(row["length"]))
+            if self._packing is not None:
+                self._packing.add(self._lengths[-1])
+            device, slot = self._place_of(self._filled)
             parts = (
                 np.stack([row[k].astype(np.int32) for k in INT_FIELDS]),
                 np.stack([row[k].astype(np.float32) for k in FLOAT_FIELDS]),
@@ -139,7 +154,7 @@ class Learner:
             return
         rows = [n for chain in chains for n in chain]
         chosen = set(rows)
-        for index in sorted({self.layout.window(n) for n in rows}):
+        for index in sorted({self._window_of(n) for n in rows}):
             live = self._live(index, chosen)
             self._check()
             start = time.monotonic()
@@ -148,15 +163,38 @@ class Learner:
             )
             self.watch(start, self._buffer["links"], live.mean(axis=1)[self._own], "links")
         order = np.full(self.layout.devices * self.layout.slots, self.layout.devices * self.layout.slots, np.int32)
-        places = [self.layout.place(n) for n in reversed(rows)]
+        places = [self._place_of(n) for n in reversed(rows)]
         order[: len(places)] = [device * self.layout.slots + slot for device, slot in places]
         self._check()
         names = ("links", "followed", "seam")
         found = self.programs.chain(*(self._buffer[k] for k in names), place(order, self._replicated))
         self._buffer |= found
 
+    def _place_of(self, n: int) -> tuple[int, int]:
+        """(device, slot) of the batch's n-th row."""
+        if self._packing is None:
+            return self.layout.place(n)
+        at = self._packing.places[n]
+        return at.device, at.slot
+
+    def _window_of(self, n: int) -> int:
+        return self.layout.window(n) if self._packing is None else self._packing.places[n].window
+
+    def _slots_of_pieces(self, numbers: Iterable[int]) -> np.ndarray:
+        """The slots of these pieces in their rows: int32 [devices, windows, rows of a window, pieces]; `slots` where
+        there is none."""
+        layout = self.layout
+        slots = np.full((layout.devices, layout.windows, layout.rows, layout.pieces), layout.slots, np.int32)
+        for n in numbers:
+            at = self._packing.places[n]
+            row = slots[at.device, at.window, at.row]
+            row[np.argmax(row == layout.slots)] = at.slot
+        return slots
+
     def _live(self, index: int, rows: Container[int]) -> np.ndarray:
-        """Which rows of a window are among `rows`: bool [devices, rows of a window]."""
+        """Which rows of a window are among `rows`: bool [devices, rows of a window], or `_slots_of_pieces` of it."""
+        if self._packing is not None:
+            return self._slots_of_pieces(n for n in self._packing.pieces_in(index) if n in rows)[:, index]
         live = np.zeros((self.layout.devices, self.layout.rows), bool)
         for n in self.layout.rows_of(index):
             if n in rows:
@@ -169,9 +207,13 @@ class Learner:
         if first == last:
             return
         self.used_modes.add(mode)
-        program = self.programs.window(mode, not self.critic_only)
-        for index in range(self.layout.window(first), self.layout.window(last - 1) + 1):
+        for index in range(self._window_of(first), self._window_of(last - 1) + 1):
             live = self._live(index, range(first, last))
+            length = self.layout.length
+            if self.layout.buckets > 1:
+                members = self.layout.rows_of(index)
+                length = self.layout.bucket(max(self._lengths[max(first, members.start) : min(last, members.stop)]))
+            program = self.programs.window(mode, not self.critic_only, length)
             self._check()
             start = time.monotonic()
             self._totals, self._buffer = program(
@@ -182,7 +224,8 @@ class Learner:
                 place(live, self._by_device),
                 self.numbers,
             )
-            self.watch(start, self._totals["sums"]["tokens"], live.mean(axis=1)[self._own], f"gradient {mode}")
+            used = live if self._packing is None else live[..., 0] < self.layout.slots
+            self.watch(start, self._totals["sums"]["tokens"], used.mean(axis=1)[self._own], f"gradient {mode}")
 
     # -- boundaries ----------------------------------------------------------------------------------------------
 
@@ -199,8 +242,14 @@ class Learner:
     def _filled_mask(self):
         mask = np.zeros((self.layout.devices, self.layout.slots), bool)
         for n in range(self._filled):
-            mask[self.layout.place(n)] = True
+            mask[self._place_of(n)] = True
         return place(mask, self._by_device)
+
+    def _filled_rows(self):
+        if self._packing is None:
+            return self._filled_mask()
+        slots = self._slots_of_pieces(range(self._filled))
+        return place(slots.reshape(self.layout.devices, self.layout.slots, -1), self._by_device)
 
     def update(self) -> dict[str, jax.Array]:
         """Ends the batch, full or not. Returns metric sums still on the device.
@@ -233,7 +282,7 @@ class Learner:
                 scalars,
                 self._totals,
                 self._buffer,
-                self._filled_mask(),
+                self._filled_rows(),
                 self.numbers,
             )
             self.watch(start, sums["tokens"], 1.0, "policy step")
@@ -245,6 +294,9 @@ class Learner:
     def _clear(self) -> None:
         self._filled = self._pending = self._arrived = 0
         self._chains.clear()
+        self._lengths.clear()
+        if self._packing is not None:
+            self._packing.clear()
 
     def score(self, trajectories: Sequence[Sequence[dict]]) -> dict[str, jax.Array]:
         """Critic metric sums over the rows of trajectories without learning from them; the batch must be empty."""
@@ -266,14 +318,16 @@ class Learner:
         """
         saved = jax.tree.map(jnp.copy, self.state), self.version, self.critic_only
         self._check = check
-        rows = (row,) if self.layout.most == 1 else (row | {"followed": np.True_}, row)
         for critic_only in (True, False) if preheat else (False,):
             self.critic_only = critic_only
-            for _ in range(2):  # the second round has the programs' own results as inputs
-                self.put(*rows)
-                self.update()
-            if critic_only:
-                self.score([rows])
+            for length in self.layout.lengths:
+                one = row if self.layout.buckets == 1 else row | {"length": np.int32(length)}
+                rows = (one,) if self.layout.most == 1 else (one | {"followed": np.True_}, one)
+                for _ in range(2):  # the second round has the programs' own results as inputs
+                    self.put(*rows)
+                    self.update()
+                if critic_only:
+                    self.score([rows])
         self.state, self.version, self.critic_only = saved
         self._check = _nothing
         if self.programs.shard_params:

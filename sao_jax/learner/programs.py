@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from sao_jax.learner import sharding
+from sao_jax.learner import packed, sharding
 from sao_jax.learner import window as win
 from sao_jax.learner.layout import Layout
 from sao_jax.learner.objective import Choices
@@ -203,15 +203,40 @@ class Programs:
         mapped = self._on_mesh(place, (spec, P(), P(), P(), P(), P()), spec)
         return jax.jit(mapped, donate_argnums=0)
 
+    # A window's rows are named by its index and by which of them are live [rows]; packed, by the slots [rows, pieces]
+    # of their pieces (`slots`: none) in place of the latter.
+
+    def _take(self, buffer, index, live, length: int | None = None):
+        """(rows, which of them are live, forward pass of the policy, of the critic) of a window.
+
+        `live` None: unpacked, the field "filled" of the buffer says it. `length`: that of the rows, if not all of it.
+        """
+        if self.layout.packed:
+            data, live, shared = packed.take(buffer, live[0])
+            policy = functools.partial(packed.policy_forward, self.config, rows=data, shared=shared)
+            return data, live, policy, functools.partial(packed.critic_forward, self.config, rows=data, shared=shared)
+        data = win.shorten(win.take_window(buffer, index, self.layout.rows), length or self.layout.length)
+        policy = functools.partial(win.policy_forward, self.config, rows=data)
+        live = data["filled"] if live is None else live[0]
+        return data, live, policy, functools.partial(critic_outputs, self.config, tokens_BxT=data["tokens"])
+
+    def _put(self, buffer, index, live, fresh):
+        if self.layout.packed:
+            return packed.put(buffer, live, fresh)
+        return win.put_window(buffer, index, self.layout.rows, live, fresh)
+
+    def window(self, mode: str, frozen: bool = True, length: int | None = None):
+        """`_window`, at one of the layout's lengths; by default the longest."""
+        return self._window(mode, frozen, length or self.layout.length)
+
     @functools.cache  # noqa: B019 -- the instance lives as long as the run
-    def window(self, mode: str, frozen: bool = True):
+    def _window(self, mode: str, frozen: bool, length: int):
         """(state, totals, buffer, window index, live [D, rows], numbers) -> totals, buffer, for one of `MODES`.
 
         A window whose gradient is not finite on some device adds nothing but to the count of skipped windows; `frozen`
         applies the critic's freeze patterns.
         """
-        config, choices, specs, rows = self.config, self.choices, self.specs, self.layout.rows
-        compute = self.compute
+        choices, specs, compute = self.choices, self.specs, self.compute
         scored, with_policy, with_critic = MODES[mode]
         fixed = self.frozen if frozen else jax.tree.map(lambda _: False, self.frozen)
         parts = [name for name, used in (("policy", with_policy), ("critic", with_critic)) if used]
@@ -219,8 +244,8 @@ class Programs:
         logp_for_targets = scored and choices.has_critic and choices.critic_targets == "dis"
 
         def body(params, scalars, totals, buffer, index, live, numbers):
-            data = win.take_window(buffer, index, rows)
-            data["action_mask"] &= live[0][:, None]
+            data, used, policy_forward, critic_forward = self._take(buffer, index, live, length)
+            data["action_mask"] &= used[:, None]
             local = {name: sharding.localize(params[name], specs[name]) for name in ("policy", "critic")}
             trained = {name: local[name] for name in parts}
 
@@ -230,10 +255,10 @@ class Programs:
                 seen, fresh, total, sums = data, {}, jnp.zeros(()), {}
                 logp = entropy = outputs = None
                 if with_policy or logp_for_targets:
-                    logp, entropy = win.policy_forward(config, whole["policy"], data, compute)
+                    logp, entropy = policy_forward(params=whole["policy"], compute=compute)
                 if choices.has_critic and (scored or with_critic):
                     critic = win.frozen_as_constants(whole["critic"], fixed)
-                    outputs = critic_outputs(config, critic, data["tokens"], compute=compute)
+                    outputs = critic_forward(params=critic, compute=compute)
                 if scored:
                     fresh = win.score(choices, numbers, scalars, data, outputs, jax.lax.stop_gradient(logp))
                     seen = data | fresh
@@ -248,7 +273,7 @@ class Programs:
 
             def penalty(policy):
                 # The forward pass is that of the loss: the compiler finds them equal and does it once.
-                logp, _ = win.policy_forward(config, sharding.gather(policy, specs["policy"]), data, compute)
+                logp, _ = policy_forward(params=sharding.gather(policy, specs["policy"]), compute=compute)
                 return win.penalty(scalars["kl_coef"], data, logp)
 
             gradients, (sums, fresh) = jax.grad(loss, has_aux=True)(trained)
@@ -262,7 +287,7 @@ class Programs:
                     kept = jax.tree.map(lambda g: jnp.where(keep, g, 0.0), gradients[name])
                     out[name] = sharding.accumulate(totals[name], kept, summed)
             fresh.pop("advantages_raw", None)  # for metrics only
-            return out, win.put_window(buffer, index, rows, live[0], fresh)
+            return out, self._put(buffer, index, live[0], fresh)
 
         rest = P(sharding.AXIS)
         both = {name: specs[name] for name in ("policy", "critic")}
@@ -284,15 +309,15 @@ class Programs:
     @functools.cached_property
     def links(self):
         """(state, buffer, window index, live [D, rows], numbers) -> buffer with `links` of the live rows."""
-        config, choices, specs, rows = self.config, self.choices, self.specs, self.layout.rows
+        choices, specs = self.choices, self.specs
 
         def body(params, buffer, index, live, numbers):
-            data = win.take_window(buffer, index, rows)
+            data, _, policy_forward, critic_forward = self._take(buffer, index, live)
             whole = {k: sharding.gather(sharding.localize(p, specs[k]), specs[k]) for k, p in params.items()}
-            outputs = critic_outputs(config, whole["critic"], data["tokens"])
-            logp = win.policy_forward(config, whole["policy"], data)[0] if "policy" in whole else None
+            outputs = critic_forward(params=whole["critic"])
+            logp = policy_forward(params=whole["policy"])[0] if "policy" in whole else None
             found = win.links(choices, numbers, data, outputs, logp)
-            return win.put_window(buffer, index, rows, live[0], {"links": found})
+            return self._put(buffer, index, live[0], {"links": found})
 
         names = ("policy", "critic") if choices.critic_targets == "dis" else ("critic",)
         rest = P(sharding.AXIS)
@@ -347,6 +372,7 @@ class Programs:
     def policy_step(self):
         """(policy, policy_opt, scalars, totals, buffer, filled, numbers) -> the first four anew, and metrics.
 
+        `filled` is [D, slots], or, packed, the slots of the pieces of all rows [D, slots, pieces].
         Ends an update: the policy's step, its smoothing, the KL coefficient and running moments, cleared totals. Of the
         inputs only the optimizer state and the totals are donated.
         """
@@ -412,16 +438,40 @@ class Programs:
             whole = sharding.gather(sharding.localize(params, specs), specs)
 
             def step(index, carry):
-                data = win.take_window(buffer | {"filled": filled}, index, rows)
-                data["action_mask"] &= data["filled"][:, None]
-                logp, _ = win.policy_forward(self.config, whole, data, self.compute)
-                kl, count = rollout_kl(data["rollout_logp"], logp, data["action_mask"])
+                def measure(length):
+                    if self.layout.packed:
+                        slots = jax.lax.dynamic_slice_in_dim(filled, index * rows, rows, axis=1)
+                        data, live, policy_forward, _ = self._take(buffer, index, slots)
+                    else:
+                        data, live, policy_forward, _ = self._take(buffer | {"filled": filled}, index, None, length)
+                    data["action_mask"] &= live[:, None]
+                    logp, _ = policy_forward(params=whole, compute=self.compute)
+                    return rollout_kl(data["rollout_logp"], logp, data["action_mask"])
+
+                if self.layout.buckets == 1:
+                    kl, count = measure(self.layout.length)
+                else:
+                    seen = win.take_window({"length": buffer["length"], "filled": filled}, index, rows)
+                    longest = jnp.where(seen["filled"], seen["length"], 0).max()
+                    shorter = sum((longest <= length).astype(jnp.int32) for length in self.layout.lengths[1:])
+                    branches = [functools.partial(measure, length) for length in self.layout.lengths]
+                    kl, count = jax.lax.switch(shorter, branches)
                 return carry[0] + kl, carry[1] + count
 
             zero = jax.lax.pcast(jnp.zeros(()), sharding.AXIS, to="varying")
-            used = -(-jax.lax.pmax(filled.sum(), sharding.AXIS) // rows)  # rows fill up from the first
+            used = filled.sum()  # rows fill up from the first
+            if self.layout.packed:
+                used = ((filled[0, :, 0] < buffer["length"].shape[1]) * (1 + jnp.arange(filled.shape[1]))).max()
+            used = -(-jax.lax.pmax(used, sharding.AXIS) // rows)
             kl, count = jax.lax.fori_loop(0, used, step, (zero, zero))
             return jax.lax.psum(kl, sharding.AXIS) / jnp.maximum(jax.lax.psum(count, sharding.AXIS), 1.0)
 
-        used = {k: buffer[k] for k in ("tokens", "action_mask", "rollout_logp", "temperature")}
+        names = (
+            "tokens",
+            "action_mask",
+            "rollout_logp",
+            "temperature",
+            *(("length",) if self.layout.packed or self.layout.buckets > 1 else ()),
+        )
+        used = {k: buffer[k] for k in names}
         return self._on_mesh(body, (specs, P(sharding.AXIS), P(sharding.AXIS)), P())(params, used, filled)

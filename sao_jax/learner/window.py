@@ -271,9 +271,20 @@ def all_finite(tree) -> jax.Array:
     return jax.lax.psum(bad, sharding.AXIS) == 0
 
 
+TOKEN_FIELDS = ("tokens", "action_mask", "segment_ids", "rollout_logp", "rewards", "values", "advantages", "targets")
+
+
 def take_window(buffer: dict, index, rows: int) -> dict:
     """The device's rows [R, ...] of window `index` from its part [1, slots, ...] of the buffer."""
     return {k: jax.lax.dynamic_slice_in_dim(v[0], index * rows, rows) for k, v in buffer.items()}
+
+
+def shorten(data: dict, length: int) -> dict:
+    """The rows' first `length` tokens, which are all of those rows that count."""
+    if data["tokens"].shape[1] == length:
+        return data
+    short = {k: v[:, :length] if k in TOKEN_FIELDS else v for k, v in data.items()}
+    return short | ({"length": jnp.minimum(data["length"], length)} if "length" in data else {})
 
 
 def put_window(buffer: dict, index, rows: int, live, new: dict) -> dict:
@@ -281,6 +292,8 @@ def put_window(buffer: dict, index, rows: int, live, new: dict) -> dict:
     out = dict(buffer)
     for name, fresh in new.items():
         old = jax.lax.dynamic_slice_in_dim(buffer[name][0], index * rows, rows)
+        if fresh.shape != old.shape:  # a window computed at a shorter length; what lies behind it is never read
+            old = old[:, : fresh.shape[1]]
         merged = jnp.where(live.reshape(-1, *[1] * (old.ndim - 1)), fresh, old)
         out[name] = jax.lax.dynamic_update_slice_in_dim(buffer[name][0], merged, index * rows, 0)[None]
     return out

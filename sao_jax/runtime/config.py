@@ -15,7 +15,7 @@ from sao_jax.runtime.presets import CRITIC_ONLY, GROUP_BASELINES, PRESETS
 # Flags that runs of earlier versions do not have. Their defaults do what those versions did.
 ADDED = (
     "env_sleep", "workers", "backend", "worker_timeout", "concurrency", "target_utilization", "context_window",
-    "row_tokens", "remat", "scan_layers",
+    "row_tokens", "remat", "scan_layers", "pack", "row_buckets",
 )  # fmt: skip
 
 
@@ -173,6 +173,12 @@ class RunConfig:
     and most recent steps as context, though it was sampled with all of it (default: whole trajectories)."""
     micro_rows: int | None = None
     """Rows per device and gradient call; default: about 512 tokens."""
+    row_buckets: int = 1
+    """Row lengths that gradient calls are compiled at: n of the longest, its half, its quarter, ...; a call whose rows
+    are all short takes a shorter one."""
+    pack: bool = False
+    """Several trajectories share a row where their tokens fit it, each seen by itself; a gradient call waits until its
+    rows are full or the batch is complete."""
 
     # -- stages before RL
     warm_start_steps: int = 600

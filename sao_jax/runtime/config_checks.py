@@ -52,6 +52,8 @@ def check_effects(config: "RunConfig") -> None:
         ("backend", config.workers > 0, "--workers"),
         ("row_tokens", config.context_window is None, "whole contexts in the sampler, not --context-window"),
         ("micro_rows", not arrival, "--critic-update batch"),
+        ("row_buckets", not config.pack, "a row for each trajectory, not --pack"),
+        ("pack", not arrival, "--critic-update batch: a critic that steps on every arrival has one at a time"),
         ("dual_clip", loss == "ppo", "--policy-loss ppo"),
         ("drop_dead_groups", grouped, "a group baseline (grpo, dr_grpo, rloo)"),
         (
@@ -86,7 +88,7 @@ def check_values(config: "RunConfig") -> None:
         "critic_steps_per_actor": 1, "n_samples_per_prompt": 1, "eval_every": 0, "eval_tasks": 1, "checkpoint_every": 1,
         "keep_checkpoints": 1, "lr_warmup": 0, "micro_rows": 1, "devices": 1, "max_dead_groups": 1, "max_tokens": 2,
         "train_tasks": 1, "context_window": 8, "row_tokens": 8, "env_sigma": 0.0, "workers": 0, "concurrency": 1,
-        "lr": 0.0, "critic_lr": 0.0, "weight_decay": 0.0, "seed": 0,
+        "lr": 0.0, "critic_lr": 0.0, "weight_decay": 0.0, "seed": 0, "row_buckets": 1,
     }  # fmt: skip
     above = {
         "temperature": 0.0, "grad_clip": 0.0, "critic_grad_clip": 0.0, "kl_target": 0.0, "warm_start_lr": 0.0,

@@ -345,10 +345,13 @@ class Loop:
         learner, arrival = self.run.learner, self.config.critic_update == "arrival"
         layout, rows = learner.layout, learner.filled  # all that was planned before has been applied
         accumulated = rows - (learner.pending if not arrival else 0)
+        packing = learner.packing()
         while True:
             if len(self._batch) == layout.batch:
                 self._record_update(record)
                 accumulated = rows = 0
+                if packing is not None:
+                    packing.clear()
             item = self._next_ready()
             if item is None:
                 break
@@ -361,15 +364,22 @@ class Loop:
             self._rows[t.rollout] = t
             self._batch.append(t.rollout)
             self.metrics.arrived(t, stale)
+            lengths = [w.length for w in windows_of(t.action_mask, t.step_ids, t.windows, layout.length)]
+            if packing is not None:
+                if rows > accumulated and packing.closes_window(lengths):
+                    record("accumulate", {})  # before this one opens the next window
+                    accumulated = rows
+                for length in lengths:
+                    packing.add(length)
             record("arrive", {"rollout": t.rollout, "advantage": item.advantage})
-            before, rows = rows, rows + len(windows_of(t.action_mask, t.step_ids, t.windows, layout.length))
+            before, rows = rows, rows + len(lengths)
             full = len(self._batch) == layout.batch
-            if not arrival and (full or layout.completes_window(rows, before)):
+            if not arrival and (full or (packing is None and layout.completes_window(rows, before))):
                 record("accumulate", {})
                 accumulated = rows
         if last and self._batch and not self._ready:
             self._record_update(record)
-        elif idle and not arrival and rows > accumulated:
+        elif idle and not arrival and packing is None and rows > accumulated:
             record("accumulate", {})  # the learner would idle: use what is there
         return todo
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import jax
 
+from sao_jax.data.packing import SHORTEST, pieces_of
 from sao_jax.data.protocols import TaskFamily, Tokenizer
 from sao_jax.data.segments import read_trajectory
 from sao_jax.data.storage import Location, TrajectoryStore
@@ -98,6 +99,12 @@ def family_and_context(config: RunConfig) -> tuple[TaskFamily, int]:
         if (tokens := getattr(config, name)) is not None and tokens >= context:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"{flag} {tokens} has no effect here; trajectories have at most {context} tokens")
+    length = config.context_window or config.row_tokens or context
+    if (shortest := length >> (config.row_buckets - 1)) < SHORTEST and config.row_buckets > 1:
+        raise ValueError(
+            f"--row-buckets {config.row_buckets} halves rows of {length} tokens to {shortest}; "
+            f"the shortest must hold at least {SHORTEST}"
+        )
     return family, context
 
 
@@ -112,7 +119,10 @@ def make_learner(config: RunConfig, family: TaskFamily, context: int, mesh: jax.
     micro = 1 if config.critic_update == "arrival" else config.micro_rows
     length = config.context_window or config.row_tokens or context
     most = most_windows(context, length)
-    layout = Layout.fit(config.batch_size, length, mesh.size, micro_rows=micro, most=most)
+    pieces = pieces_of(length) if config.pack else 1
+    layout = Layout.fit(
+        config.batch_size, length, mesh.size, micro_rows=micro, most=most, pieces=pieces, buckets=config.row_buckets
+    )
     policy = random_policy(config, family)
     how = {"shard_params": config.shard_params, "compute": config.compute()}
     return Learner(model, config.choices(), config.numbers(), layout, mesh, policy, **how)
