@@ -60,7 +60,10 @@ def proof_length(asked: Request) -> Measured:
             if rate == 0:
                 break
         longest[method].append(float(longest_proof(found)))
-    ratios = [a / max(b, 1.0) for a, b in zip(longest["sao"], longest["grpo"], strict=True)]
+    # A seed on which GRPO proves nothing has no ratio.
+    ratios = [a / b for a, b in zip(longest["sao"], longest["grpo"], strict=True) if b]
+    if not ratios:
+        raise ValueError("GRPO found no proof on any seed, so there is nothing to compare with")
     count = len(longest["sao"])
     # A length that was not tried, since a shorter one had no success, counts as none.
     notes = {name: round(sum(rates) / count, 1) for name, rates in success.items()}

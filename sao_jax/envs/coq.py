@@ -43,6 +43,7 @@ _PRELUDE = (
 )
 _SENTENCE = re.compile(rf"(?:{'|'.join(TACTICS)})\b[A-Za-z0-9 ()<>-]{{0,60}}\.", re.ASCII)
 _LARGE_NUMBER = re.compile("[0-9]{3}")  # written out in successors
+_BY = re.compile(r"\bby\b")  # `rewrite H by admit.`: any other tactic may stand behind it
 _PROMPT = re.compile(rb"<prompt>(\S+) < (\d+) \|[^|]*\| \d+ < </prompt>")
 _START_S, _STEP_S, _TACTIC_S = 60, 60, 10
 _MEMORY, _CPU_S, _MOST_OUTPUT = 4 << 30, 3600, 16 << 20
@@ -223,7 +224,7 @@ class CoqEnvironment(Environment):
 
 def is_tactic(action: str) -> bool:
     """Whether an action is one sentence of the allowed tactics: no command, and nothing that could smuggle one in."""
-    return _SENTENCE.fullmatch(action) is not None and not _LARGE_NUMBER.search(action)
+    return _SENTENCE.fullmatch(action) is not None and not (_LARGE_NUMBER.search(action) or _BY.search(action))
 
 
 class Coqtop:

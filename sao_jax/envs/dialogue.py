@@ -18,8 +18,9 @@ that was told `told.`, a tool that is called too early `wait.`, and the user say
 about values are passed over when the answer is wrong. Actions are ended by `;`.
 
 The reward comes at the end. It is the user's satisfaction: 1 if the goal was reached, else half of the share of the
-last call's values that are right; less PENALTY for each question that was needless or repeated, call that was needless
-or too early, and wrong answer; at least 0.
+last call's values that are right; less PENALTY for each question that was needless or repeated, lookup of what was
+looked up last, final call that came too early, and wrong answer; at least 0. Looking up another value costs an exchange
+alone.
 
 Recall is counted by distance, the exchanges between the one in which a value was told (or changed, or found) and the
 one in which it was needed, in reward parts `asked_kD` and `recalled_kD`, D being the upper end of the bucket of
@@ -121,7 +122,7 @@ class State:
       values: current value of each told slot; `old` the one before, where there was a change of mind.
       since: slot (or "entry") -> exchange in which its present value was said.
       found: the key value that was looked up last, and its entry.
-      faults: questions and calls that were needless or early, answers that were wrong.
+      faults: questions that were needless, lookups that were repeated, final calls that came early, wrong answers.
       said: the user's last sentence.
     """
 

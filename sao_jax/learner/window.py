@@ -42,9 +42,9 @@ def score(choices: Choices, numbers: dict, scalars: dict, rows: dict, outputs, l
     values, bootstrap = own_values(rows, outputs)
     carries = None
     if "next_value" in rows:  # a trajectory may have several rows, see `links`
+        # A row without one that follows keeps what an earlier batch left in its place.
         bootstrap = jnp.where(rows["followed"], rows["next_value"], bootstrap)
-        # A row that none follows may still have what one of an earlier batch got in its place.
-        carries = tuple(jnp.where(rows["followed"], rows[name], 0.0) for name in ("carry", "critic_carry"))
+        carries = tuple(jnp.where(rows["followed"], rows[k], 0.0) for k in ("carry", "critic_carry"))
     raw, targets = estimates(choices, numbers, rows, rows["rewards"], values, bootstrap, logp, carries)
     used = raw
     if choices.whiten == "running":

@@ -260,7 +260,7 @@ class Loop:
     def seam(self, segment: Segment) -> None:
         """An attempt under way has come to the end of a segment; an evaluation's is not kept.
 
-        It is durable before any token of the next one is collected.
+        It is durable before any token of the next one is collected; while an evaluation drives the engine, after that.
         """
         if segment.rollout < FIRST_ID:
             self._seams.append(segment)

@@ -201,10 +201,15 @@ def restored_state(folder: pathlib.Path, learner: Learner) -> tuple[dict, int]:
 
 
 def on_task(config: RunConfig, task: str) -> RunConfig:
-    """The configuration of a run for attempts at another task. Raises ValueError if it has another alphabet."""
-    if not same_vocabulary(make_family(task).tokenizer, make_family(config.task).tokenizer):
+    """The configuration of a run for attempts at another task; one whose attempts fit the run's context is seen whole.
+
+    Raises ValueError if it has another alphabet.
+    """
+    family = make_family(task)
+    if not same_vocabulary(family.tokenizer, make_family(config.task).tokenizer):
         raise ValueError(f"task {task} has another alphabet or vocabulary than {config.task}")
-    return dataclasses.replace(config, task=task, max_tokens=None)
+    fits = {k: None for k in ("context_window", "row_tokens") if (getattr(config, k) or 0) >= family.max_tokens}
+    return dataclasses.replace(config, task=task, max_tokens=None, **fits)
 
 
 def restored_agents(config: RunConfig, folder: pathlib.Path) -> tuple[Agents, int]:

@@ -19,7 +19,9 @@ from sao_jax.runtime.ledger import Ledger
 from sao_jax.runtime.run import (
     check_sources,
     check_task,
+    family_and_context,
     make_clock,
+    on_task,
     open_run,
     read_config,
     same_vocabulary,
@@ -189,3 +191,12 @@ def test_files_are_written_whole_and_a_damaged_fingerprint_is_written_anew(tmp_p
         open_run(dataclasses.replace(config, lr=1.0), tmp_path, resume=True)
     assert read_config(tmp_path) == config
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_task_whose_attempts_fit_the_context_is_evaluated_whole():
+    config = RunConfig(task="proof:level=0,top=2", context_window=128).resolved()
+    short, long = (on_task(config, f"proof:level={level}") for level in (1, 3))
+    assert (short.context_window, long.context_window) == (None, 128)
+    assert family_and_context(short)[1] <= 128 < family_and_context(long)[1]
+    with pytest.raises(ValueError, match="calculator has another alphabet"):
+        on_task(config, "calculator")
