@@ -70,11 +70,12 @@ def put(buffer: dict, slots_RxP: jax.Array, new: dict) -> dict:
 
 
 def policy_forward(config: ModelConfig, params: dict, rows: dict, shared: Sharing, compute: Compute = PLAIN):
-    """(log-prob, entropy) [N, L] of the pieces' tokens."""
+    """(log-prob, entropy) [N, L] of the pieces' action tokens, 0 elsewhere."""
     model, tokens = bind(config, params), shared.together(rows["tokens"])
     drawn_at = shared.together(jnp.broadcast_to(rows["temperature"][:, None], rows["tokens"].shape))
     hidden = model(tokens, pack_ids=shared.pack_ids, compute=compute)
-    scores = next_token_logprobs(hidden, model.head(), tokens, drawn_at, pack_ids_BxT=shared.pack_ids)
+    acts = shared.together(rows["action_mask"])
+    scores = next_token_logprobs(hidden, model.head(), tokens, drawn_at, pack_ids_BxT=shared.pack_ids, live_BxT=acts)
     return tuple(shared.apart(x) for x in scores)
 
 

@@ -181,10 +181,13 @@ def token_weights(choices: Choices, numbers: dict, logp, rollout_logp, advantage
 
 
 def policy_forward(config: ModelConfig, params: dict, rows: dict, compute: Compute = PLAIN):
-    """(log-prob, entropy) [R, L] of the rows' tokens; "pack_ids" [R, L] where rows hold several trajectories."""
+    """(log-prob, entropy) [R, L] of the rows' action tokens, 0 elsewhere; "pack_ids" [R, L] where rows hold several
+    trajectories."""
     model, packs = bind(config, params), rows.get("pack_ids")
     hidden = model(rows["tokens"], pack_ids=packs, compute=compute)
-    return next_token_logprobs(hidden, model.head(), rows["tokens"], rows["temperature"], pack_ids_BxT=packs)
+    return next_token_logprobs(
+        hidden, model.head(), rows["tokens"], rows["temperature"], pack_ids_BxT=packs, live_BxT=rows["action_mask"]
+    )
 
 
 def policy_terms(choices: Choices, numbers: dict, kl_coef, rows: dict, logp, entropy):

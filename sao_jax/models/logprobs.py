@@ -19,6 +19,7 @@ def token_logprobs(
     temperature_N: jax.Array,
     *,
     chunk: int | None = None,
+    live_N: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(log p(target), entropy of p) per token with p = softmax(logits / temperature), both float32 [N].
 
@@ -32,6 +33,9 @@ def token_logprobs(
       temperature_N: positive; a scalar is allowed. Greedy tokens (temperature 0) have no log-prob here.
       chunk: tokens whose logits exist at the same time, forward and backward; logits of a chunk are computed again in
         the backward pass. None: all N where N * V is small, else as many as fit the limits above.
+      live_N: bool; tokens that nobody asks for otherwise, such as observations. Where there are several chunks the live
+        tokens are put together first and chunks without any are skipped, so that the cost follows the live tokens; what
+        is returned for others has no meaning.
 
     Raises:
       ValueError: chunk below 1.
@@ -47,6 +51,11 @@ def token_logprobs(
     if chunk >= N:
         return _score(hidden_NxD, head_DxV, targets_N, temperature_N)
 
+    order = None
+    if live_N is not None:
+        order = jnp.argsort(~live_N, stable=True)
+        hidden_NxD, targets_N, temperature_N = hidden_NxD[order], targets_N[order], temperature_N[order]
+
     # Equal chunks, so that at most num_chunks - 1 rows are padding.
     num_chunks = -(-N // chunk)
     chunk = -(-N // num_chunks)
@@ -56,8 +65,19 @@ def token_logprobs(
         return jnp.pad(x, padding, constant_values=fill).reshape(num_chunks, chunk, *x.shape[1:])
 
     score = jax.checkpoint(lambda xs: _score(xs[0], head_DxV, *xs[1:]))
-    logp, entropy = jax.lax.map(score, (split(hidden_NxD, 0), split(targets_N, 0), split(temperature_N, 1)))
-    return logp.reshape(-1)[:N], entropy.reshape(-1)[:N]
+    parts = split(hidden_NxD, 0), split(targets_N, 0), split(temperature_N, 1)
+    if order is None:
+        logp, entropy = jax.lax.map(score, parts)
+        return logp.reshape(-1)[:N], entropy.reshape(-1)[:N]
+
+    def score_if_live(xs):
+        nothing = 0.0 * xs[0][-1]  # from an input, or it would have another type than scores under shard_map
+        return jax.lax.cond(xs[1], score, lambda xs: (nothing, nothing), xs[0])
+
+    count = live_N.sum()
+    logp, entropy = jax.lax.map(score_if_live, (parts, jnp.arange(num_chunks) * chunk < count))
+    places = jnp.argsort(order)
+    return logp.reshape(-1)[:N][places], entropy.reshape(-1)[:N][places]
 
 
 def _score(hidden_NxD, head_DxV, targets_N, temperature_N):
@@ -82,13 +102,14 @@ def next_token_logprobs(
     *,
     chunk: int | None = None,
     pack_ids_BxT: jax.Array | None = None,
+    live_BxT: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(log-prob, entropy) [B, T] aligned with the tokens: entry t scores token t from the hidden state at t - 1.
 
     Entry 0 of both is 0: the first token of a row is predicted by nothing. The entropy at t is that of the
     distribution token t was drawn from, so one mask over tokens serves both. With `pack_ids`, several trajectories lie
     in one row and the first token of each has entry 0 as well; the temperature may then be one per token [B, T], that
-    with which the token was drawn.
+    with which the token was drawn. With `live` the entries of all other tokens are 0, see `token_logprobs`.
     """
     B, T, D = hidden_BxTxD.shape
     # All B * T positions are scored and the last of each row is thrown away; slicing first would copy the hidden
@@ -99,9 +120,12 @@ def next_token_logprobs(
         temperature = jnp.roll(temperature, -1, axis=1).reshape(-1)
     else:
         temperature = jnp.repeat(jnp.broadcast_to(temperature, (B,)), T)
-    scores = token_logprobs(hidden_BxTxD.reshape(B * T, D), head_DxV, targets, temperature, chunk=chunk)
+    live = None if live_BxT is None else jnp.roll(live_BxT, -1, axis=1).reshape(-1)
+    scores = token_logprobs(hidden_BxTxD.reshape(B * T, D), head_DxV, targets, temperature, chunk=chunk, live_N=live)
     scored = jnp.broadcast_to(jnp.arange(T) > 0, (B, T))
     if pack_ids_BxT is not None:
         scored &= pack_ids_BxT == jnp.roll(pack_ids_BxT, 1, axis=1)
+    if live_BxT is not None:
+        scored &= live_BxT
     logp, entropy = (jnp.where(scored, jnp.roll(x.reshape(B, T), 1, axis=1), 0.0) for x in scores)
     return logp, entropy

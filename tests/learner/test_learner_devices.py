@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 from helpers import (
+    MODEL,
     assert_close,
     gradients,
     host,
@@ -17,6 +18,7 @@ from helpers import (
 
 from sao_jax.learner.layout import Layout
 from sao_jax.learner.objective import Choices
+from sao_jax.models import logprobs
 from sao_jax.models.compute import Compute
 
 CHOICES = Choices(kl="off", critic_passes=1)
@@ -134,3 +136,12 @@ def test_layout_gives_every_row_its_own_place(batch, devices, micro_rows):
 def test_empty_batch_is_refused():
     with pytest.raises(ValueError, match="at least 1"):
         Layout.fit(0, 12, 1)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_chunks_of_logits_are_skipped_without_changing_the_update(devices, monkeypatch):
+    """Chunks of five tokens, some of which hold no action token."""
+    usual = batch_result(make_learner(CHOICES, devices=devices))
+    monkeypatch.setattr(logprobs, "MAX_LOGITS_CPU", 5 * MODEL.vocab_size)
+    for found, expected in zip(batch_result(make_learner(CHOICES, devices=devices)), usual, strict=True):
+        assert_close(found, expected)

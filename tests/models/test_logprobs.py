@@ -169,3 +169,44 @@ def test_rows_keep_their_own_temperature():
     for row in range(3):
         want = reference(hidden[row, :3], tokens[row, 1:], [float(temperature[row])] * 3)
         np.testing.assert_allclose((logp[row, 1:], entropy[row, 1:]), want, atol=1e-5)
+
+
+@given(st.integers(0, 10_000), st.sampled_from([None, 1, 3, 5, 64]), st.floats(0.0, 1.0))
+@settings(max_examples=15, deadline=None)
+def test_live_tokens_have_the_same_scores_and_gradients(seed, chunk, share):
+    rng = np.random.default_rng(seed)
+    hidden, head = rng.normal(size=(11, 4)).astype(np.float32), rng.normal(size=(4, 7)).astype(np.float32)
+    targets, live = rng.integers(0, 7, 11), jnp.asarray(rng.random(11) < share)
+
+    def loss(hidden, head, live):
+        logp, entropy = scored(hidden, head, targets, 0.7, chunk=chunk, live_N=live)
+        return jnp.where(asked, logp + 0.3 * entropy, 0.0).sum()
+
+    asked = live
+    found = jax.value_and_grad(loss, (0, 1))(hidden, head, live)
+    expected = jax.value_and_grad(loss, (0, 1))(hidden, head, None)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_chunks_without_a_live_token_are_not_computed():
+    """Whatever is in them reaches neither values nor gradients, not even by a factor of zero."""
+    live = jnp.arange(12) % 3 == 0
+    hidden = jnp.where(live[:, None], jnp.ones((12, 3)), jnp.nan)
+
+    def loss(head):
+        logp, _ = scored(hidden, head, jnp.zeros(12, int), 1.0, chunk=4, live_N=live)
+        return logp.sum()
+
+    value, gradient = jax.value_and_grad(loss)(jnp.eye(3))
+    np.testing.assert_allclose(value, 4 * np.log(1 / 3), atol=1e-6)
+    assert np.isfinite(gradient).all()
+
+
+def test_entries_of_other_tokens_are_zero():
+    tokens, live = jnp.arange(6)[None] % 3, jnp.array([[False, True, False, True, True, False]])
+    hidden = jax.random.normal(jax.random.key(0), (1, 6, 3))
+    logp, entropy = next_scored(hidden, jnp.eye(3), tokens, 1.0, live_BxT=live)
+    whole, _ = next_scored(hidden, jnp.eye(3), tokens, 1.0)
+    np.testing.assert_allclose(logp, np.where(live, whole, 0.0), atol=1e-6)
+    assert (np.asarray(entropy) == 0)[~np.asarray(live)].all()
