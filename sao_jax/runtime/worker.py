@@ -42,7 +42,7 @@ class Worker:
         self._watch = DeviceWatch(1)
         self._agents.watched(self._watch.enqueued)
         self._source, self._device = source, device
-        self._prepared: tuple[int, dict] | None = None
+        self._prepared: dict[int, dict] = {}  # weights by version, not committed yet
         self._began, self._told_at = time.monotonic(), -float("inf")
         self._live = False
 
@@ -100,17 +100,18 @@ class Worker:
         version = message["version"]
         try:
             data = pathlib.Path(message["path"]).read_bytes() if "path" in message else payload
-            self._prepared = version, load_weights(data, self._like, message["crc32"])
+            self._prepared[version] = load_weights(data, self._like, message["crc32"])
         except (OSError, ValueError) as error:
             self._send("refused", version=version, reason=str(error))
         else:
             self._send("prepared", version=version)
 
     def _commit(self, version: int) -> None:
-        if self._prepared is None or self._prepared[0] != version:
+        # A process that has just come up is told of the weights in use and of the next ones, maybe at once.
+        if version not in self._prepared:
             raise ValueError(f"version {version} is to be committed and was not prepared")
-        self._agents.engine.publish(self._prepared[1], version)
-        self._prepared = None
+        self._agents.engine.publish(self._prepared[version], version)
+        self._prepared = {newer: params for newer, params in self._prepared.items() if newer > version}
         self._send("committed", version=version)
 
     def _seam(self, segment: Segment) -> None:
