@@ -20,7 +20,7 @@ from sao_jax.runtime import wire
 from sao_jax.runtime.config import RunConfig
 from sao_jax.runtime.telemetry import Source, nvml_source, recorded_source
 
-STATUS_S = 0.5  # between two signs of life
+STATUS_S = 0.5  # between two of them, whatever else is sent: they are how busy and how hot the device is
 
 
 class Worker:
@@ -43,13 +43,13 @@ class Worker:
         self._agents.watched(self._watch.enqueued)
         self._source, self._device = source, device
         self._prepared: dict[int, dict] = {}  # weights by version, not committed yet
-        self._began, self._told_at = time.monotonic(), -float("inf")
+        self._began, self._status_at = time.monotonic(), -float("inf")
         self._live = False
 
     def go(self) -> None:
         """Until told to end, or until the run is gone."""
         self._agents.engine.warm_up()
-        self._send("status", **self._status())  # a hot device is to get nothing from the start
+        self._tell_status()  # a hot device is to get nothing from the start
         self._send("ready", pid=os.getpid())
         while True:
             wait = 0.0 if self._live or self._agents.running else STATUS_S
@@ -63,10 +63,11 @@ class Worker:
                 else:
                     self._send("failed", rollout=item.rollout, attempt=item.attempt, reason=item.reason)
             self._live = self._agents.dispatch()
-            if time.monotonic() - self._told_at > STATUS_S:
-                self._send("status", **self._status())
+            if time.monotonic() - self._status_at > STATUS_S:
+                self._tell_status()
 
-    def _status(self) -> dict:
+    def _tell_status(self) -> None:
+        self._status_at = time.monotonic()
         utilization, weighted = self._watch.read()
         status = {"utilization": utilization, "utilization_slots": weighted}
         if self._source is not None:
@@ -74,7 +75,7 @@ class Worker:
             if readings:
                 reading = readings[self._device % len(readings)]
                 status |= {"temperature_c": reading.temperature_c, "free_memory": reading.free_memory}
-        return status
+        self._send("status", **status)
 
     def _obey(self, message: dict, payload: bytes) -> bool:
         kind = message.pop("kind")
@@ -118,7 +119,6 @@ class Worker:
         self._send("segment", save_segment(segment))
 
     def _send(self, kind: str, payload: bytes = b"", **fields) -> None:
-        self._told_at = time.monotonic()
         wire.send(self._connection, kind, payload, **fields)
 
 
