@@ -16,7 +16,7 @@ SILENT_S = 15.0  # a run writes its status every two seconds; evaluations and ch
 
 
 def read_status(folder: Path) -> dict | None:
-    """The newest status of a run; None if it has written none."""
+    """The newest status of a run; None if it has written none, or a damaged one."""
     try:
         status = json.loads((folder / "status.json").read_text())
     except (FileNotFoundError, json.JSONDecodeError):
@@ -45,19 +45,24 @@ def device(engine: dict) -> str:
 def status_view(folder: Path, counts: dict, oldest: list, now: float | None = None):
     """Tables of the status, the ledger's `counts` and its `oldest` running rollouts (id, task, attempt, start)."""
     now = time.time() if now is None else now
-    status = read_status(folder)
-    lines = [", ".join(f"{number(v)} {k.replace('_', ' ')}" for k, v in counts.items())]
+    rollouts = ", ".join(f"{number(v)} {k.replace('_', ' ')}" for k, v in counts.items())
     if quarantined := len(list((folder / "quarantine").glob("*.json"))):
-        lines[0] += f" ({number(quarantined)} in quarantine/)"
-    if status is None:
-        lines.append("no status yet: the loop has not begun")
-        return Text(printable(f"{folder}: " + "; ".join(lines)))
+        rollouts += f" ({number(quarantined)} in quarantine/)"
+    if not (folder / "status.json").exists():
+        return Text(printable(f"{folder}: {rollouts}; no status yet: the loop has not begun"))
+    try:
+        return _tables(folder, read_status(folder) or {}, rollouts, oldest, now)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return Text(printable(f"{folder}: {rollouts}; its status.json is damaged"))
+
+
+def _tables(folder: Path, status: dict, rollouts: str, oldest: list, now: float):
     age = now - status["time"]
     state = "ended" if not is_alive(status) else f"silent for {duration(age)}" if age > SILENT_S else "running"
     head = Table(box=None, show_header=False, pad_edge=False)
     for name, value in (
         ("run", f"{folder} ({state})"),
-        ("rollouts", lines[0]),
+        ("rollouts", rollouts),
         ("policy", f"version {status['version']}, {status['waiting']} finished trajectories wait"),
         ("devices", f"busy {percent(status['utilization'])}, by slots {percent(status['utilization_slots'])}"),
         ("concurrency", f"{status['concurrency']} ({status['reason']}), room for {status['room']}"),

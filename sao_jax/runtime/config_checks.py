@@ -125,6 +125,8 @@ def check_values(config: "RunConfig") -> None:
         raise ValueError(f"--batch-size {config.batch_size} is not a multiple of --n-samples-per-prompt {n}")
     if config.baseline in ("batch_mean", "spo") and config.batch_size < 2:
         raise ValueError(f"baseline {config.baseline} needs --batch-size of at least 2")
+    if isinstance(config.concurrency, int) and config.concurrency > config.slots:
+        raise ValueError(f"--concurrency is {config.concurrency}; it must be at most --slots {config.slots}")
     if config.concurrency == "auto" and config.env_seconds is not None and not config.env_sleep:
         raise ValueError(
             "--concurrency auto needs --env-sleep here; devices do not idle through waits that are skipped"

@@ -113,6 +113,7 @@ class Loop:
                 for position, kind, payload in todo:
                     self.apply(position, kind, payload)
                 if self._over(live):
+                    self._write_status(self._pilot.decide(self.room(), self.metrics.oldest_wait(), at_once=True))
                     break
         finally:
             timer.switch("other")

@@ -50,9 +50,9 @@ class Pilot:
             self._update_s = seconds if math.isinf(self._update_s) else 0.8 * self._update_s + 0.2 * seconds
         self._updated_at = now
 
-    def decide(self, room: int, queue_age_s: float) -> dict[str, Any] | None:
+    def decide(self, room: int, queue_age_s: float, *, at_once: bool = False) -> dict[str, Any] | None:
         """Now and then a reading and, under --concurrency auto, a decision; as the payload of an event."""
-        if self._clock() - self._decided_at < DECISION_S:
+        if self._clock() - self._decided_at < DECISION_S and not at_once:
             return None
         self._decided_at = self._clock()
         here, elsewhere = self._watch.read(), self._run.agents.utilization()

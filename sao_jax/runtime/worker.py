@@ -20,7 +20,7 @@ from sao_jax.runtime import wire
 from sao_jax.runtime.config import RunConfig
 from sao_jax.runtime.telemetry import Source, nvml_source, recorded_source
 
-STATUS_S = 0.5  # between two signs of life
+STATUS_S = 0.5  # between two of them, whatever else is sent: they are how busy and how hot the device is
 
 
 class Worker:
@@ -42,14 +42,14 @@ class Worker:
         self._watch = DeviceWatch(1)
         self._agents.watched(self._watch.enqueued)
         self._source, self._device = source, device
-        self._prepared: tuple[int, dict] | None = None
-        self._began, self._told_at = time.monotonic(), -float("inf")
+        self._prepared: dict[int, dict] = {}  # weights by version, not committed yet
+        self._began, self._status_at = time.monotonic(), -float("inf")
         self._live = False
 
     def go(self) -> None:
         """Until told to end, or until the run is gone."""
         self._agents.engine.warm_up()
-        self._send("status", **self._status())  # a hot device is to get nothing from the start
+        self._tell_status()  # a hot device is to get nothing from the start
         self._send("ready", pid=os.getpid())
         while True:
             wait = 0.0 if self._live or self._agents.running else STATUS_S
@@ -63,10 +63,11 @@ class Worker:
                 else:
                     self._send("failed", rollout=item.rollout, attempt=item.attempt, reason=item.reason)
             self._live = self._agents.dispatch()
-            if time.monotonic() - self._told_at > STATUS_S:
-                self._send("status", **self._status())
+            if time.monotonic() - self._status_at > STATUS_S:
+                self._tell_status()
 
-    def _status(self) -> dict:
+    def _tell_status(self) -> None:
+        self._status_at = time.monotonic()
         utilization, weighted = self._watch.read()
         status = {"utilization": utilization, "utilization_slots": weighted}
         if self._source is not None:
@@ -74,7 +75,7 @@ class Worker:
             if readings:
                 reading = readings[self._device % len(readings)]
                 status |= {"temperature_c": reading.temperature_c, "free_memory": reading.free_memory}
-        return status
+        self._send("status", **status)
 
     def _obey(self, message: dict, payload: bytes) -> bool:
         kind = message.pop("kind")
@@ -100,24 +101,24 @@ class Worker:
         version = message["version"]
         try:
             data = pathlib.Path(message["path"]).read_bytes() if "path" in message else payload
-            self._prepared = version, load_weights(data, self._like, message["crc32"])
+            self._prepared[version] = load_weights(data, self._like, message["crc32"])
         except (OSError, ValueError) as error:
             self._send("refused", version=version, reason=str(error))
         else:
             self._send("prepared", version=version)
 
     def _commit(self, version: int) -> None:
-        if self._prepared is None or self._prepared[0] != version:
+        # A process that has just come up is told of the weights in use and of the next ones, maybe at once.
+        if version not in self._prepared:
             raise ValueError(f"version {version} is to be committed and was not prepared")
-        self._agents.engine.publish(self._prepared[1], version)
-        self._prepared = None
+        self._agents.engine.publish(self._prepared[version], version)
+        self._prepared = {newer: params for newer, params in self._prepared.items() if newer > version}
         self._send("committed", version=version)
 
     def _seam(self, segment: Segment) -> None:
         self._send("segment", save_segment(segment))
 
     def _send(self, kind: str, payload: bytes = b"", **fields) -> None:
-        self._told_at = time.monotonic()
         wire.send(self._connection, kind, payload, **fields)
 
 

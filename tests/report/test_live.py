@@ -51,12 +51,15 @@ def test_a_run_that_is_silent_or_gone_is_called_so(tmp_path, change, now, state)
     assert state in show(tmp_path, now, STATUS | change)
 
 
-@pytest.mark.parametrize("content", [None, "", "{", "[]"])
-def test_a_run_without_a_status_is_no_error(tmp_path, content):
-    if content is not None:
-        (tmp_path / "status.json").write_text(content)
+def test_a_run_without_a_status_is_no_error(tmp_path):
     assert read_status(tmp_path) is None
     assert "no status yet" in show(tmp_path, 0.0)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"time": "x"}', json.dumps(STATUS | {"engines": 3})])
+def test_a_damaged_status_is_called_so(tmp_path, content):
+    (tmp_path / "status.json").write_text(content)
+    assert "129 handed out; its status.json is damaged" in " ".join(show(tmp_path, 0.0).split())
 
 
 def test_a_process_is_alive_or_not():

@@ -49,6 +49,7 @@ def test_options_of_the_critic_are_errors_without_one(name, baseline):
         (dict(env_sleep=True), "--env-sleep has no effect here; it needs --env-seconds"),
         (dict(env_sleep=True, env_seconds=1.0, clock="cpu", devices=1), "--env-sleep has no effect here"),
         (dict(concurrency="auto", env_seconds=1.0), "--concurrency auto needs --env-sleep here"),
+        (dict(concurrency=9, slots=8), "--concurrency is 9; it must be at most --slots 8"),
         (dict(env_sigma=1.0), "--env-sigma has no effect here; it needs --env-seconds"),
         (dict(baseline="spo"), "baseline spo keeps a count per task; it needs --train-tasks"),
         (dict(dual_clip=3.0), "--dual-clip has no effect"),

@@ -9,6 +9,7 @@ from helpers import MODEL_FLAGS, Record, SilentDisplay, Tiny, TinyEnvironment, q
 
 from sao_jax.data.segments import load_segment
 from sao_jax.data.storage import Location, TrajectoryStore
+from sao_jax.report.live import read_status
 from sao_jax.report.tokens import trajectory_html
 from sao_jax.runtime.checkpoints import Checkpoints
 from sao_jax.runtime.collector import DeadGroupsError
@@ -47,6 +48,10 @@ def test_every_rollout_is_trained_once_and_in_full_batches(tmp_path):
     assert sorted(record.trained) == list(range(24))
     assert [p["version"] for p in record.of_kind("update")] == [1, 2, 3, 4, 5, 6]
     assert figures["version"] == 6
+    status = read_status(tmp_path)
+    assert (status["version"], status["waiting"], status["engines"][0]["running"]) == (6, 0, 0), (
+        "not that of seconds ago"
+    )
     # Versions are those of the weights that sampled: within a trajectory they never fall, and none is from the future.
     trained_at = dict(zip(record.trained, np.repeat(np.arange(6), 4), strict=True))
     for rollout, t in record.trajectories.items():
