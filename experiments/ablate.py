@@ -131,6 +131,20 @@ def arguments(flags: Mapping[str, Any]) -> list[str]:
     return words
 
 
+@contextlib.contextmanager
+def on_core(core: int | None):
+    """Processes that this thread starts meanwhile run on one core from their first moment on."""
+    if core is None or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 def finish_run(
     folder: pathlib.Path, flags: Mapping[str, Any], check: Callable[[], None], core: int | None = None
 ) -> str:
@@ -143,12 +157,10 @@ def finish_run(
     variables = {_cli.PARENT: str(os.getpid())} | ({"JAX_PLATFORMS": "cpu"} if flags.get("clock") == "cpu" else {})
     with (folder / "output.txt").open("w") as output:
         # In a session of its own: a Ctrl-C in the terminal reaches it once, by us.
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-                                   env=os.environ | variables)  # fmt: skip
+        with on_core(core):
+            process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT,
+                                       start_new_session=True, env=os.environ | variables)  # fmt: skip
         try:
-            if core is not None and hasattr(os, "sched_setaffinity"):
-                with contextlib.suppress(ProcessLookupError):
-                    os.sched_setaffinity(process.pid, {core})
             while process.poll() is None:
                 check()
                 time.sleep(0.2)
