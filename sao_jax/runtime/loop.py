@@ -459,6 +459,7 @@ class Loop:
         self._schedule.append(("publish", {"version": learner.version}))
 
     def save(self, position: int) -> None:
+        self.metrics.flush()  # a resume from this checkpoint does not compute the update's line again
         self.run.save(position=position, updates=self.updates, stage="rl")
 
     def save_at_boundary(self) -> None:

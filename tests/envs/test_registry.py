@@ -22,7 +22,7 @@ def test_a_name_gives_the_family_with_its_defaults():
         "proof",
         "repair",
     }
-    assert set(registry.names()) - {"tiny", "long-tiny"} == tasks
+    assert {name for name in registry.names() if not name.endswith("tiny")} == tasks
 
 
 def test_options_are_parsed_as_numbers_booleans_or_text():
