@@ -15,6 +15,8 @@ from sao_jax.runtime.checkpoints import Checkpoints
 from sao_jax.runtime.collector import DeadGroupsError
 from sao_jax.runtime.config import RunConfig
 from sao_jax.runtime.inspect import open_segments, read_trajectories
+from sao_jax.runtime.metrics import read_metrics
+from sao_jax.runtime.run import Run
 from sao_jax.runtime.train import train
 
 BASE = dict(
@@ -283,6 +285,20 @@ def test_an_instance_of_an_evaluation_whose_attempt_fails_is_tried_again(tmp_pat
     figures, _, _ = run(tmp_path, rollouts=4)
     assert seen == {0, 1, 2, 3}
     assert (figures["n"], figures["failed"]) == (4, 0)
+
+
+def test_the_line_of_an_update_is_written_before_the_checkpoint_that_holds_it(tmp_path, monkeypatch):
+    def look(self, **meta):
+        if meta["stage"] == "rl":
+            lines = read_metrics(tmp_path / "metrics.jsonl")
+            seen.append((self.learner.version, lines[-1]["version"]))
+        return save(self, **meta)
+
+    save, seen = Run.save, []
+    monkeypatch.setattr(Run, "save", look)
+    run(tmp_path, rollouts=12, checkpoint_every=1)
+    assert len(seen) > 1
+    assert all(version == written for version, written in seen)
 
 
 def test_a_prompt_that_leaves_no_room_is_dropped_with_its_reason(tmp_path, monkeypatch):
