@@ -21,11 +21,14 @@ METHODS = ("sao", "grpo")
 
 
 def _runs(preset: str, asked: Request) -> dict[tuple[str, int], pathlib.Path]:
-    """Folders of the runs of a preset by (method, seed), which are made where they are missing."""
-    flags = AblateFlags(preset=preset, methods=",".join(METHODS), results=str(asked.results), quick=asked.quick,
-                        seeds=asked.seeds)  # fmt: skip
+    """Folders of the runs of a preset by (method, seed), which are made where they are missing.
+
+    They lie apart from those of experiments.ablate, which does not keep policies.
+    """
+    flags = AblateFlags(preset=preset, methods=",".join(METHODS), results=str(asked.results / "policies"),
+                        quick=asked.quick, seeds=asked.seeds)  # fmt: skip
     made = plan(preset, flags)
-    compare(made, asked.check)
+    compare(made, asked.check, keep=True)
     return {(cell.method, cell.seed): made.folder(cell) for cell in made.todo}
 
 

@@ -263,8 +263,10 @@ def plan(name: str, flags: Flags) -> Plan:
     return dataclasses.replace(made, jobs=flags.jobs or (1 if alone else len(cores())))
 
 
-def compare(made: Plan, check: Callable[[], None]) -> list:
+def compare(made: Plan, check: Callable[[], None], *, keep: bool = False) -> list:
     """Runs the missing cells of a plan and writes its tables; returns the cells that were asked for.
+
+    Of finished runs only settings and metrics stay on disk, unless they are to be kept whole.
 
     The tables show every cell of the preset that is there, also of methods that were not asked for this time.
     """
@@ -272,7 +274,7 @@ def compare(made: Plan, check: Callable[[], None]) -> list:
 
     preset, flags = PRESETS[made.name], made.flags
     with only_one(made.results):
-        errors = _run_cells(made, check)
+        errors = _run_cells(made, check, keep)
         found = {
             c: comparison.read_cell(made.folder(c), c.method, dict(c.point), c.seed, errors.get(c, ""))
             for c in made.there()
@@ -304,7 +306,7 @@ def only_one(results: pathlib.Path):
         yield
 
 
-def _run_cells(made: Plan, check: Callable[[], None]) -> dict[Cell, str]:
+def _run_cells(made: Plan, check: Callable[[], None], keep: bool) -> dict[Cell, str]:
     """Runs what is missing; returns why cells failed."""
     from rich.progress import (
         BarColumn,
@@ -344,7 +346,7 @@ def _run_cells(made: Plan, check: Callable[[], None]) -> dict[Cell, str]:
             error = failed[made.start_of(cell)] or run(made.folder(cell), made.wanted(cell), cell.name)
             if error:
                 errors[cell] = error
-            else:
+            elif not keep:
                 forget_bulk(made.folder(cell))
             progress.update(bar, advance=1)
 
