@@ -1,7 +1,8 @@
-"""A discrete-event simulation that drives the router with many workers and heavy tails.
+"""Discrete-event simulations that drive the router and the controller of concurrency with many workers and heavy tails.
 
-Tasks arrive at random, each takes a lognormal time on a worker of its own speed, and devices warm up with what they do.
-The router is the one that runs use; only time, tasks and temperatures are made up.
+`simulate`: tasks arrive at random, each takes a lognormal time on a worker of its own speed, and devices warm up by it.
+`simulate_concurrency`: attempts alternate between a device and slow environments, and the controller sets how
+many there are. Router and controller are those of a run; time, tasks and temperatures are made up.
 """
 
 import dataclasses
@@ -11,6 +12,8 @@ from typing import Literal
 
 import numpy as np
 
+from sao_jax.runtime.concurrency import Control, Level, decide
+from sao_jax.runtime.concurrency import Reading as Load
 from sao_jax.runtime.router import Limits, NoWorkerError, Reading, Router
 
 
@@ -77,11 +80,7 @@ def simulate(
     limits: Limits | None = None,
 ) -> Figures:
     """Runs `tasks` tasks. `balance=False` keeps temperatures from the router."""
-    try:
-        import simpy
-    except ImportError:
-        raise ValueError("the simulation needs simpy: pip install 'sao_jax[simulation]'") from None
-
+    simpy = _simpy()
     limits = limits or Limits()
     c, rng = cluster, np.random.default_rng(seed)
     env = simpy.Environment()
@@ -152,3 +151,92 @@ def simulate(
     env.process(thermometers())
     env.run(over)
     return Figures(latency, decision, hot / max(samples, 1), env.now)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What the controller saw, and the level it set, at a simulated time."""
+
+    time_s: float
+    utilization: float
+    level: Level
+
+
+def simulate_concurrency(
+    cluster: Cluster,
+    control: Control,
+    *,
+    seconds: float,
+    decode_s: float = 0.05,
+    turns: int = 4,
+    decide_s: float = 2.0,
+    slower_at: float = math.inf,
+    slower_by: float = 1.0,
+    seed: int = 0,
+) -> list[Decision]:
+    """Attempts of `turns` actions, each `decode_s` on the device of its worker, then as long as the environment takes.
+
+    Environments take `cluster.median_s` (times `slower_by` from `slower_at` on) with `cluster.sigma`. As many attempts
+    run as the level says, all on the worker that the router gives them. A device is busy while any attempt decodes on
+    it, as that of a sampler that decodes many rows at once.
+    """
+    simpy = _simpy()
+    c, rng = cluster, np.random.default_rng(seed)
+    env = simpy.Environment()
+    router, names = Router(seed=seed), [f"w{i}" for i in range(c.workers)]
+    for name in names:
+        router.join(name, slots=c.slots)
+    number = {name: i for i, name in enumerate(names)}
+    decoding, since, busy_s = [0] * c.workers, [0.0] * c.workers, [0.0] * c.workers
+    level, running, found = Level(control.lowest), 0, []
+
+    def change(i: int, by: int) -> None:
+        busy_s[i] += (env.now - since[i]) * (decoding[i] > 0)
+        since[i], decoding[i] = env.now, decoding[i] + by
+
+    def attempt(name: str):
+        nonlocal running
+        begun, i = env.now, number[name]
+        for _ in range(turns):
+            change(i, 1)
+            yield env.timeout(decode_s)
+            change(i, -1)
+            median = c.median_s * (slower_by if env.now >= slower_at else 1.0)
+            yield env.timeout(median * math.exp(c.sigma * rng.standard_normal()))
+        router.ended(name, env.now - begun, env.now)
+        running -= 1
+        fill()
+
+    def fill() -> None:
+        nonlocal running
+        while running < int(level):
+            try:
+                name = router.route(running, env.now)
+            except NoWorkerError:
+                return
+            running += 1
+            env.process(attempt(name))
+
+    def controller():
+        nonlocal level
+        while True:
+            fill()
+            yield env.timeout(decide_s)
+            for i in range(c.workers):
+                change(i, 0)
+            utilization = sum(busy_s) / (c.workers * decide_s)
+            busy_s[:] = [0.0] * c.workers
+            level = decide(control, level, Load(utilization, 0.0, control.highest))
+            found.append(Decision(env.now, utilization, level))
+
+    env.process(controller())
+    env.run(seconds)
+    return found
+
+
+def _simpy():
+    try:
+        import simpy
+    except ImportError:
+        raise ValueError("the simulation needs simpy: pip install 'sao_jax[simulation]'") from None
+    return simpy
