@@ -312,6 +312,20 @@ class Record:
         ]
 
 
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+def value_and_gradients(form, q, k, v, d):
+    """A form of attention at q, k, v, and its gradients for the cotangent d."""
+
+    @jax.jit
+    def run(q, k, v, d):
+        out, pullback = jax.vjp(form, q, k, v)
+        return out, *pullback(d)
+
+    return [np.asarray(x, np.float32) for x in run(q, k, v, d)]
+
+
 # -- learners ----------------------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 
 import numpy as np
 
-from sao_jax.rollout.agents import _Calls
+from sao_jax.rollout.calls import Calls
 from sao_jax.rollout.engine import Engine, Request
 from sao_jax.rollout.episode import Episode
 
@@ -80,9 +80,9 @@ class _Player:
         self.draws = self.sampled = 0
 
 
-def slow_calls(workers: int, timeout: float) -> _Calls:
+def slow_calls(workers: int, timeout: float) -> Calls:
     """Threads for environments that may take long, or hang: after `timeout` s an attempt is given up."""
-    return _Calls(workers, timeout, time.monotonic)
+    return Calls(workers, timeout, time.monotonic)
 
 
 def play(
@@ -92,7 +92,7 @@ def play(
     width: int,
     temperature: float,
     value: Value | None = None,
-    calls: _Calls | None = None,
+    calls: Calls | None = None,
     check: Callable[[], None] = lambda: None,
     report: Callable[[int], None] = lambda done: None,
 ) -> list[Played]:
@@ -196,7 +196,7 @@ def _serve_values(value: Value | None, live: dict[int, _Player], answer: Callabl
         answer(player, mine)
 
 
-def _serve_environments(calls: _Calls | None, live: dict[int, _Player], answer: Callable) -> None:
+def _serve_environments(calls: Calls | None, live: dict[int, _Player], answer: Callable) -> None:
     """All calls that are wanted, side by side where environments are slow."""
     asking = [player for player in live.values() if isinstance(player.request, Ask)]
     wanted = [call for player in asking for call in player.request.calls]
@@ -210,7 +210,7 @@ def _serve_environments(calls: _Calls | None, live: dict[int, _Player], answer: 
         answer(player, mine)
 
 
-def _on_threads(calls: _Calls, wanted: Sequence[tuple[Episode, Callable]]) -> list:
+def _on_threads(calls: Calls, wanted: Sequence[tuple[Episode, Callable]]) -> list:
     for episode, method in wanted:
         calls.submit(episode, method)
     found: dict[int, object] = {}

@@ -25,9 +25,8 @@ from sao_jax.rollout.guided import Search, guided_attempt, valued_prefix
 from sao_jax.rollout.lanes import Attempt, Drawn, Played, play, slow_calls
 from sao_jax.rollout.values import PrefixValues
 from sao_jax.runtime.config import RunConfig
-from sao_jax.runtime.devices import data_mesh
 from sao_jax.runtime.evaluation import FIRST_ID, SUCCESS
-from sao_jax.runtime.run import family_and_context, make_engine, make_learner, restored_state
+from sao_jax.runtime.run import restored_engine
 
 
 def _nothing(*_) -> None:
@@ -96,12 +95,8 @@ def restored_guide(config: RunConfig, folder: pathlib.Path) -> tuple[Guide, int]
     if config.context_window is not None:
         raise ValueError(f"{folder} samples in windows (--context-window {config.context_window}); the critic ranks "
                          "attempts and candidates that are read whole")  # fmt: skip
-    family, context = family_and_context(config)
-    learner = make_learner(config, family, context, data_mesh(config.devices))
-    state, version = restored_state(folder, learner)
-    engine = make_engine(config, family, context, learner.published_policy(), learner.mesh)
-    engine.publish(state["policy"], version)
-    values = PrefixValues(learner.programs.config, state["critic"], context=context)
+    engine, family, context, state, version = restored_engine(config, folder)
+    values = PrefixValues(engine.config, state["critic"], context=context)
     return Guide(engine, family, values, config, context), version
 
 

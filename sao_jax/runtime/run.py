@@ -212,14 +212,20 @@ def on_task(config: RunConfig, task: str) -> RunConfig:
     return dataclasses.replace(config, task=task, max_tokens=None, **fits)
 
 
-def restored_agents(config: RunConfig, folder: pathlib.Path) -> tuple[Agents, int]:
-    """A sampler with the newest weights of a run, for evaluation; and their version."""
+def restored_engine(config: RunConfig, folder: pathlib.Path) -> tuple[Engine, TaskFamily, int, dict, int]:
+    """(engine with the newest policy of a run, its task, the task's context, the learner's state, its version)."""
     family, context = family_and_context(config)
     # The learner is there for the shapes of its state, and has no batch to hold.
     learner = make_learner(dataclasses.replace(config, batch_size=1), family, context, data_mesh(config.devices))
     state, version = restored_state(folder, learner)
     engine = make_engine(config, family, context, learner.published_policy(), learner.mesh)
     engine.publish(state["policy"], version)
+    return engine, family, context, state, version
+
+
+def restored_agents(config: RunConfig, folder: pathlib.Path) -> tuple[Agents, int]:
+    """A sampler with the newest weights of a run, for evaluation; and their version."""
+    engine, family, context, _, version = restored_engine(config, folder)
     return make_agents(config, family, context, engine), version
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import value_and_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,15 +19,6 @@ def inputs(B, T, H, K, E, *, dtype=jnp.float32, scale=1.0):
     shapes = [(B, T, H, E), (B, T, K, E), (B, T, K, E), (B, T, H, E)]
     q, k, v, d = (rng.normal(size=shape) for shape in shapes)
     return tuple(np.asarray(x, dtype) for x in (q * scale, k * scale, v * scale, d))
-
-
-def value_and_gradients(form, q, k, v, d):
-    @jax.jit
-    def run(q, k, v, d):
-        out, pullback = jax.vjp(form, q, k, v)
-        return out, *pullback(d)
-
-    return [np.asarray(x, np.float32) for x in run(q, k, v, d)]
 
 
 def looped(q, k, v):

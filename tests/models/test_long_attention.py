@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import quick_compile  # noqa: F401
+from helpers import quick_compile, value_and_gradients  # noqa: F401
 
 from sao_jax.models import attention as attn
 from sao_jax.models import long_attention as long
@@ -40,15 +40,6 @@ def ids_of(T):
     """Rows of one long and some short packs; the seams of the two rows differ, and one block holds three packs."""
     seams = np.array([[T // 2, T // 2 + 3, T - 4], [3, 5, T - T // 4]])
     return (np.arange(T) >= seams[:, :, None]).sum(1).astype(np.int32)
-
-
-def value_and_gradients(form, q, k, v, d):
-    @jax.jit
-    def run(q, k, v, d):
-        out, pullback = jax.vjp(form, q, k, v)
-        return out, *pullback(d)
-
-    return [np.asarray(x, np.float32) for x in run(q, k, v, d)]
 
 
 @pytest.mark.parametrize("packed", [False, True])
