@@ -66,7 +66,7 @@ def test_attempts_longer_than_the_window_are_trained_once_with_the_sampler_s_con
 @pytest.mark.parametrize("flags", [
     dict(segments="carried", max_staleness=1),
     dict(critic_update="arrival"),
-    dict(NO_CRITIC, baseline="running_mean"),
+    dict(NO_CRITIC, baseline="running_mean", segment_steps=100),
 ], ids=lambda flags: next(iter(flags)))  # fmt: skip
 def test_a_stopped_run_with_windows_is_replayed_and_sampled_again(tmp_path, flags):
     record, stopped = run_with_stops(tmp_path / "run", (25, 25), **(FLAGS | flags))
