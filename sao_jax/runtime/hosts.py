@@ -18,8 +18,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, wait
+from multiprocessing import AuthenticationError, ProcessError
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge, wait
 from typing import Any
 
 from sao_jax.runtime import wire
@@ -28,6 +28,7 @@ from sao_jax.runtime.signals import Interrupted
 TOKEN = "SAO_TOKEN"  # an environment variable, the same on every host
 EXIT_LOST = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong with the run, start it again with --resume
 START_S = 300.0  # for all hosts to come
+GREETING_S = 10.0  # for one that has connected to say who it is
 ALIVE_S = 2.0  # between two signs of life
 SILENCE_S = 60.0  # without any, a host counts as gone: it may be frozen, or cut off
 GRACE_S = 20.0  # for the main thread to end the process, once a host is gone
@@ -255,11 +256,11 @@ def lead(
     """Waits for the followers 1..count-1, which have to be started with the same arguments; tells them `welcome`."""
     secret = token()
     try:
-        listener = Listener(address, backlog=count, authkey=secret)
+        listener = Listener(address, backlog=count)  # whoever comes is asked for the secret on a thread of its own
     except OSError as error:
         raise ValueError(f"--coordinator {address[0]}:{address[1]}: {error.strerror or error}") from None
     arrivals: queue.SimpleQueue = queue.SimpleQueue()
-    threading.Thread(target=_accept, args=(listener, arrivals), daemon=True).start()
+    threading.Thread(target=_accept, args=(listener, secret, arrivals), daemon=True).start()
     hosts: dict[int, Connection] = {}
     deadline = time.monotonic() + START_S
     while len(hosts) < count - 1:
@@ -280,16 +281,40 @@ def lead(
     return leader
 
 
-def _accept(listener: Listener, arrivals: queue.SimpleQueue) -> None:
+def _accept(listener: Listener, secret: bytes, arrivals: queue.SimpleQueue) -> None:
     while True:
         try:
             connection = listener.accept()
-            _send_at_once(connection)
-            arrivals.put((connection, wire.receive(connection)[0]))
-        except (AuthenticationError, EOFError, ConnectionError, ValueError):
-            continue  # some other program: it is refused, and the hosts are waited for
+        except ConnectionError:
+            continue  # it has gone again
         except OSError:
             return  # closed: all have come
+        threading.Thread(target=_greet, args=(connection, secret, arrivals), daemon=True).start()
+
+
+def _greet(connection: Connection, secret: bytes, arrivals: queue.SimpleQueue) -> None:
+    """Asks one that has connected for the secret and takes its hello; one that is silent holds up nobody else."""
+    late = threading.Timer(GREETING_S, _shut, (connection,))
+    late.daemon = True
+    late.start()
+    try:
+        deliver_challenge(connection, secret)
+        answer_challenge(connection, secret)
+        _send_at_once(connection)
+        hello, _ = wire.receive(connection)
+    except (ProcessError, EOFError, OSError, ValueError):
+        connection.close()  # some other program: it is refused, and the hosts are waited for
+    else:
+        late.cancel()
+        late.join()
+        arrivals.put((connection, hello))
+    late.cancel()
+
+
+def _shut(connection: Connection) -> None:
+    """Ends a read that another thread is in, which closing the descriptor would not."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as handle:
+        handle.shutdown(socket.SHUT_RDWR)
 
 
 def _unfit(hello: dict, hosts: dict, count: int, arguments: Sequence[str]) -> str:

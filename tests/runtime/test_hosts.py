@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -140,6 +141,32 @@ def until(condition, seconds=20.0):
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.01)
+
+
+def connect(leading):
+    """Some other program, which knows neither the secret nor what to say."""
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            return socket.create_connection(leading.address)
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_one_that_connects_and_says_nothing_holds_up_nobody_and_is_sent_away(forced, monkeypatch):
+    monkeypatch.setattr(hosts, "GREETING_S", 2.0)
+    leading = Leading()
+    with connect(leading) as silent, connect(leading) as nonsense:
+        nonsense.sendall(b"\0\0\0\4GET ")
+        began = time.monotonic()
+        connection = knock(leading)
+        assert isinstance(leading.result(), hosts.Leader)
+        assert time.monotonic() - began < 1.5, "the silent one was waited for"
+        silent.settimeout(20)
+        while silent.recv(4096):
+            pass  # the challenge; then the end of the connection, or this would time out
+    connection.close()
 
 
 def test_calls_come_in_order_and_the_end_last(forced):
