@@ -217,10 +217,12 @@ class Workers:
     # ---- processes
 
     def _start_missing(self) -> None:
+        if self._closed:
+            return
         now = self._clock()
         (self._folder / "weights").mkdir(exist_ok=True)
-        while self._starts and self._starts[0] <= now and not self._closed:
-            self._starts.pop(0)
+        due, self._starts = [at for at in self._starts if at <= now], [at for at in self._starts if at > now]
+        for _ in due:
             process = _Process(f"w{self._number}", self._backend.start(f"w{self._number}"), now)
             self._processes.append(process)
             self._send(

@@ -222,6 +222,14 @@ def test_a_hot_process_gets_nothing(make):
     assert workers.utilization() == [(0.5, 0.25), (0.5, 0.25)]
 
 
+def test_a_process_that_has_to_wait_before_it_starts_holds_up_no_other(make):
+    workers = make(count=3)
+    workers._starts = [workers._clock() + 3600.0, 0.0, 0.0]  # the first place failed a moment ago
+    until(workers, lambda: len(workers._router.workers) == 2)
+    assert [p.name for p in workers._processes] == ["w0", "w1"]
+    assert len(workers._starts) == 1
+
+
 def test_processes_that_never_start_end_the_run(make, monkeypatch):
     monkeypatch.setattr(links, "COMMAND", (sys.executable, "-c", "raise SystemExit('no module named torch')"))
     workers = make(count=2)
