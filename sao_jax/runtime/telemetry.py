@@ -52,9 +52,15 @@ def _free_memory(nvml, handle) -> float:
 def recorded_source(path: str | pathlib.Path) -> Source:
     """Plays a recording: lines of JSON {"time": s, "devices": [[temperature, free share], ...]}, in order of time.
 
-    A reading holds until the next one; before the first, nothing is known.
+    A reading holds until the next one; before the first, nothing is known. ValueError if it cannot be read or parsed.
     """
-    lines = list(_recorded(pathlib.Path(path)))
+    try:
+        text = pathlib.Path(path).read_text()
+    except OSError as error:
+        raise ValueError(f"the recording {path} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"the recording {path} is not text") from None
+    lines = list(_recorded(path, text))
     widths = {len(readings) for _, readings in lines}
     if len(widths) > 1:
         raise ValueError(f"{path}: lines have different numbers of devices: {sorted(widths)}")
@@ -66,9 +72,9 @@ def recorded_source(path: str | pathlib.Path) -> Source:
     return read
 
 
-def _recorded(path: pathlib.Path) -> Iterator[tuple[float, list[Reading]]]:
+def _recorded(path: str | pathlib.Path, text: str) -> Iterator[tuple[float, list[Reading]]]:
     last = -math.inf
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         try:
             record = json.loads(line)
             time, readings = float(record["time"]), [Reading(float(t), float(m)) for t, m in record["devices"]]
