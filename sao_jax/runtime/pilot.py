@@ -51,7 +51,10 @@ class Pilot:
         self._updated_at = now
 
     def decide(self, room: int, queue_age_s: float, *, at_once: bool = False) -> dict[str, Any] | None:
-        """Now and then a reading and, under --concurrency auto, a decision; as the payload of an event."""
+        """Now and then a reading and, under --concurrency auto, a decision; as the payload of an event.
+
+        The event holds all that the decision depends on, so that a recorded run can be decided again.
+        """
         if self._clock() - self._decided_at < DECISION_S and not at_once:
             return None
         self._decided_at = self._clock()
@@ -65,6 +68,8 @@ class Pilot:
             limit = QUEUE_UPDATES * (self._run.config.max_staleness + 1) * self._update_s
             control = dataclasses.replace(self._control, max_queue_age_s=limit)
             self.level = decide(control, self.level, Reading(sampling, queue_age_s, room))
+            # JSON has no infinity: until the second update there is no limit.
+            event |= {"sampling": sampling, "queue_limit_s": limit if math.isfinite(limit) else None}
         return event | {"concurrency": int(self.level), "reason": self.level.reason}
 
     def close(self) -> None:

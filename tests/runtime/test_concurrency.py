@@ -1,8 +1,10 @@
 """The controller of concurrency, on hand-made readings and on a simulated device with slow environments."""
 
+import csv
 import dataclasses
 import heapq
 import math
+import pathlib
 import threading
 import time
 
@@ -85,6 +87,57 @@ def test_nothing_starves_and_the_level_does_not_run_away_under_the_staleness_bou
     assert levels.max() <= 24, "the bound and not the level is what holds back"
     _, _, shares = drive(Plant(), level, 40)
     assert np.mean(shares[-10:]) > 0.86, "once the bound is lifted the level grows"
+
+
+# Decisions of two real runs, each with what it was made from:
+# crowded: `--concurrency auto --target-utilization 0.6 --slots 128 --batch-size 32 --max-staleness 4 --env-seconds 0.5
+#          --env-sigma 1.29 --env-sleep`, a model of width 32, on a machine whose cores other jobs took most of the
+#          time, so that the load changes all the time;
+# quiet:   slots 256, batches of 64, median environment time 0.1 s, width 64, on a machine of its own, where the
+#          target of 0.92 lies above what 256 attempts can do, until its last tasks were handed out. It recorded no
+#          limit of the queue's age, which was never near one.
+RECORDED = {"crowded_machine": (Control(highest=128, target=0.6), 120), "quiet_machine": (Control(highest=256), 10)}
+
+
+def decide_again(name):
+    """(rows of the recording, levels that the controller goes to on its readings)."""
+    control, _ = RECORDED[name]
+    with (pathlib.Path(__file__).parent / "recorded" / f"{name}.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    levels, level = [], Level(control.highest // 4)
+    for row in rows:
+        limited = dataclasses.replace(control, max_queue_age_s=float(row["queue_limit_s"] or math.inf))
+        reading = Reading(float(row["utilization"]), float(row["queue_age_s"]), int(row["room"]))
+        level = decide(limited, level, reading)
+        levels.append(level)
+    return rows, levels
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_recorded_run_is_decided_again(name):
+    rows, levels = decide_again(name)
+    assert len(rows) >= RECORDED[name][1]
+    assert [(int(level), level.reason) for level in levels] == [(int(r["concurrency"]), r["reason"]) for r in rows]
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_on_readings_of_a_real_run_the_level_neither_swings_nor_starves(name):
+    control, _ = RECORDED[name]
+    rows, levels = decide_again(name)
+    numbers = np.array([control.highest // 4, *map(int, levels)])
+    steps, shares = np.sign(np.diff(numbers)), np.array([float(row["utilization"]) for row in rows])
+    assert not np.any(steps[1:] & steps[:-1]), "a reading that covers two levels moves nothing"
+    moves = steps[steps != 0]
+    turns = np.sum(moves[1:] != moves[:-1])
+    assert turns <= len(moves) / 3, "the level swings"
+    assert numbers.min() >= control.lowest
+    assert numbers.max() <= control.highest
+    low, high = shares < control.target - control.tolerance, shares > control.target + control.tolerance
+    assert not np.any((steps < 0) & ~high), "it falls only while devices are busier than wanted"
+    assert not np.any((steps > 0) & ~low)
+    idle = low[1:] & low[:-1]
+    grown = (steps[1:] > 0) | (steps[:-1] > 0) | (numbers[2:] == control.highest)
+    assert np.all(grown[idle]), "devices idle for two readings and the level stays"
 
 
 def test_readings_and_what_becomes_of_them():
