@@ -35,12 +35,12 @@ def test_a_damaged_recording_is_refused(tmp_path, text, says):
 
 
 def test_a_recording_that_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(ValueError, match="/nope cannot be read: No such file or directory$"):
+    with pytest.raises(ValueError, match=r"/nope cannot be read: No such file or directory$"):
         telemetry.recorded_source(tmp_path / "nope")
-    with pytest.raises(ValueError, match="cannot be read: Is a directory$"):
+    with pytest.raises(ValueError, match=r"cannot be read: Is a directory$"):
         telemetry.recorded_source(tmp_path)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="/binary is not text$"):
+    with pytest.raises(ValueError, match=r"/binary is not text$"):
         telemetry.recorded_source(tmp_path / "binary")
 
 
