@@ -2,8 +2,10 @@
 
 A decision compares a few of the workers that can take a task, drawn at random, and takes the one with the largest
 weight, so its cost does not grow with their number. Weights follow load, measured latency, temperature and free memory;
-a worker that fails gets nothing for a while, and one that has been left out for long is tried now and then. A
-trajectory stays with the worker it began on; when the set of workers changes, only those of workers that left move.
+a worker that fails gets nothing for a while, and one that has been left out for long is tried now and then.
+
+A trajectory is routed once and stays with its worker, where its cache is. When a worker leaves, its trajectories alone
+are routed again, by consistent hashing: a burst of them is not to follow estimates that it would itself upset.
 
 Nothing here reads a clock or a device: times and readings come with the calls, so that simulations drive the same code.
 """
@@ -120,18 +122,13 @@ class Router:
 
     # ---- tasks
 
-    def route(self, key: Hashable, now: float, *, stay: str | None = None) -> str:
-        """The worker for a task, or for the rest of a trajectory that began on worker `stay`.
-
-        The trajectory stays where it is as long as that worker is there; else every router sends it to the same one of
-        the others, whatever it knows of their load.
-        """
-        if stay is None:
-            worker = self._choose(now)
-        elif not self.workers:
-            raise NoWorkerError("no worker has joined")
-        else:
-            worker = self.workers[stay if stay in self.workers else owner(key, self.workers)]
+    def route(self, key: Hashable, now: float, *, moved: bool = False) -> str:
+        """The worker for a trajectory. `moved`: the one that had it has left; every router then sends it to the same
+        one of those that can take a task, whatever it knows of their load."""
+        self._reopen(now)
+        if not self._open:
+            raise NoWorkerError(f"none of {len(self.workers)} workers has a free slot and is healthy and cool")
+        worker = self.workers[owner(key, (w.name for w in self._open))] if moved else self._choose()
         worker.running += 1
         worker.routed_at = now
         self._file(worker)
@@ -181,10 +178,7 @@ class Router:
                 self.workers[name].barred_until = -math.inf
                 self._file(self.workers[name])
 
-    def _choose(self, now: float) -> Worker:
-        self._reopen(now)
-        if not self._open:
-            raise NoWorkerError(f"none of {len(self.workers)} workers has a free slot and is healthy and cool")
+    def _choose(self) -> Worker:
         few = len(self._open) <= CANDIDATES
         candidates = self._open if few else self._rng.sample(self._open, CANDIDATES)
         if self._rng.random() < EXPLORATION:

@@ -102,6 +102,7 @@ class Workers:
         self._number, self._failed_starts = 0, 0
         self._router = Router(seed=config.seed)
         self._attempts: dict[int, _Attempt] = {}
+        self._moved: set[int] = set()  # rollouts whose process was lost and that have not begun again
         self._failures: list[Failure] = []
         self._ended: list[Trajectory] = []
         self._current: _Publication | None = None  # what all processes sample with
@@ -132,9 +133,11 @@ class Workers:
         snapshot: Trajectory | None = None,
         **labels,
     ) -> None:
-        """Sends an attempt to the process that should be done with it soonest."""
+        """Sends an attempt to a process, with which it stays: the one that should be done with it soonest, or after the
+        loss of another that of the others which its number says."""
         now = self._clock()
-        name = self._router.route(rollout, now)
+        name = self._router.route(rollout, now, moved=rollout in self._moved)
+        self._moved.discard(rollout)
         process = next(p for p in self._processes if p.name == name)
         oldest = process.version if snapshot is None else min(process.version, snapshot.oldest_version)
         self._attempts[rollout] = _Attempt(process, attempt, oldest, now)
@@ -168,6 +171,7 @@ class Workers:
         for rollout in list(self._attempts):
             self._forget(rollout)
         self._failures, self._ended = [], []
+        self._moved.clear()
 
     def publish(self, params: dict, version: int) -> None:
         """New weights, to be sampled with once every process has loaded them. They must not be donated by anyone."""
@@ -243,6 +247,7 @@ class Workers:
         for rollout in lost:
             attempt = self._attempts.pop(rollout).attempt
             self._failures.append(Failure(rollout, attempt, f"worker {process.name}: {reason}"))
+        self._moved.update(lost)
         self.note(f"worker {process.name} is replaced: {reason}; {len(lost)} attempts start again")
         self._failed_starts += not process.ready
         if self._failed_starts >= FAILED_STARTS * self._config.workers:

@@ -102,14 +102,8 @@ def test_heat_and_scarce_memory_lower_weights_before_a_limit_is_reached(no_explo
     assert router.route("t", 0.0) == "warm"
 
 
-def test_a_trajectory_stays_and_only_those_of_a_lost_worker_move():
-    names = [f"w{i}" for i in range(20)]
-    router = make(dict.fromkeys(names, 1))
-    assert router.route("t", 0.0, stay="w3") == "w3"
-    router.leave("w3")
-    new = router.route("t", 0.0, stay="w3")
-    assert new == owner("t", set(names) - {"w3"}) != "w3"
-    keys = range(4000)
+def test_keys_of_a_worker_that_leaves_move_and_no_others():
+    names, keys = [f"w{i}" for i in range(20)], range(4000)
     before = {k: owner(k, names) for k in keys}
     after = {k: owner(k, names[1:]) for k in keys}
     assert all(before[k] == after[k] for k in keys if before[k] != "w0")
@@ -119,6 +113,32 @@ def test_a_trajectory_stays_and_only_those_of_a_lost_worker_move():
     assert shares.max() < 260
     joined = {k: owner(k, [*names, "new"]) for k in keys}
     assert {joined[k] for k in keys if joined[k] != before[k]} == {"new"}
+
+
+def test_trajectories_that_lost_their_worker_spread_over_the_others_whatever_is_known_of_them():
+    names = [f"w{i}" for i in range(4)]
+    routers = [make(dict.fromkeys(names, 100), seed=seed) for seed in (0, 1)]
+    for router, quick in zip(routers, ("w1", "w2"), strict=True):
+        for name in names:
+            router.workers[name].latency_s = 0.001 if name == quick else 10.0
+        router.leave("w0")
+    places = [[router.route(k, 0.0, moved=True) for k in range(90)] for router in routers]
+    assert places[0] == places[1] == [owner(k, names[1:]) for k in range(90)]
+    assert min(collections.Counter(places[0]).values()) > 15
+    assert routers[0].workers["w1"].running == places[0].count("w1")
+
+
+def test_a_moved_trajectory_goes_to_none_that_is_full_barred_or_hot():
+    router = make(dict.fromkeys("abcd", 1))
+    key = next(k for k in range(1000) if owner(k, "abcd") == "a" and owner(k, "bcd") == "b" and owner(k, "cd") == "c")
+    assert router.route(key, 0.0, moved=True) == "a"
+    router.failed("a", 0.0)
+    assert router.route(key, 0.0, moved=True) == "b"
+    router.observe("c", Reading(temperature_c=99.0))
+    assert router.route(key, 0.0, moved=True) == "d"
+    with pytest.raises(NoWorkerError):
+        router.route(key, 0.5, moved=True)
+    assert router.route(key, 1.0, moved=True) == "a", "it may be tried again"
 
 
 def test_tasks_of_workers_that_left_are_forgotten_and_places_stay_right():
@@ -167,7 +187,7 @@ def test_workers_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match="has 0 slots"):
         router.join("b", slots=0)
     router.leave("a")
-    for stay in (None, "a"):
+    for moved in (False, True):
         with pytest.raises(NoWorkerError):
-            router.route("t", 0.0, stay=stay)
+            router.route("t", 0.0, moved=moved)
     assert math.isnan(Reading().temperature_c)

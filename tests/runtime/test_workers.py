@@ -15,6 +15,7 @@ from sao_jax.rollout.agents import Failure
 from sao_jax.runtime import links
 from sao_jax.runtime import workers as module
 from sao_jax.runtime.config import RunConfig
+from sao_jax.runtime.router import owner
 from sao_jax.runtime.workers import Workers
 
 FAKE = pathlib.Path(__file__).with_name("fake_worker.py")
@@ -99,6 +100,27 @@ def test_a_process_that_misbehaves_costs_a_restart_and_nothing_else(make, tmp_pa
     assert all(np.all(np.isfinite(t.rollout_logp)) for t in done.values())
     until(workers, lambda: workers.free == 8)
     assert len(workers._processes) == 2, "what was lost has been replaced"
+
+
+def test_attempts_stay_with_their_process_and_those_of_a_lost_one_go_where_their_number_says(make):
+    workers = make(count=4, slots=64, behaviour="slow")
+    until(workers, lambda: workers.free == 64)
+    places = lambda: {r: a.process.name for r, a in workers._attempts.items()}  # noqa: E731
+    for rollout in range(24):
+        workers.start("train", rollout, rollout=rollout)
+    before = places()
+    lost = before[0]
+    os.kill(next(p for p in workers._processes if p.name == lost).link.pid, signal.SIGKILL)
+    failed = [item for item in until(workers, lambda: workers.notes) if isinstance(item, Failure)]
+    failed += [item for item in workers.collect() if isinstance(item, Failure)]
+    assert failed
+    assert all(before[f.rollout] == lost for f in failed), "only those of the lost process move"
+    assert all(before[r] == place for r, place in places().items())
+    left = sorted(set(before.values()) - {lost})
+    for f in failed:
+        workers.start("train", f.rollout, rollout=f.rollout, attempt=1)
+    assert {f.rollout: places()[f.rollout] for f in failed} == {f.rollout: owner(f.rollout, left) for f in failed}
+    assert not workers._moved
 
 
 def test_what_a_process_says_of_rollouts_it_does_not_run_is_ignored(make, tmp_path):
