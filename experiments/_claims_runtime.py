@@ -1,4 +1,4 @@
-"""How the claims about the runtime are measured: idle devices, scheduling, hot spots, recovery from faults."""
+"""How the claims about the runtime are measured: scheduling, hot spots, recovery from faults."""
 
 import contextlib
 import math
@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from experiments._ablations import ENDLESS, GRPO, NO_CRITIC, SAO, SMALL
-from experiments._claim import Measured, Request, must
-from experiments.ablate import COMMAND, ROOT, arguments, finish_run, warm_flags, warm_folder
+from experiments._ablations import ENDLESS, SMALL
+from experiments._claim import Measured, Request
+from experiments.ablate import COMMAND, ROOT, arguments
 from sao_jax.envs.calculator import Calculator
 from sao_jax.report.intervals import mean_interval
 from sao_jax.rollout.agents import Failure
@@ -147,84 +147,6 @@ def hot_spots(asked: Request) -> Measured:
         seeds=seeds,
         sizes={"workers": cluster.workers, "tasks": tasks, "load": cluster.load},
     )
-
-
-# -- idle devices ------------------------------------------------------------------------------------------------------
-
-# The same engine and learner, and environments that sleep for times drawn from the same distribution. Neither of the
-# sides that are compared has a critic, and no group is dropped, so that a sample costs both the same. More slots than a
-# batch would be of no use to groups that are waited for.
-OVERLAP = dict(
-    task="calculator", batch_size=64, eval_every=0, eval_tasks=16, env_seconds=0.1, env_sleep=True,
-    checkpoint_every=1_000_000, keep_checkpoints=1,
-)  # fmt: skip
-AHEAD = dict(concurrency="auto", slots=256, max_staleness=4)
-SIDES = {
-    "single": NO_CRITIC | dict(baseline="batch_mean", rollouts=2048) | AHEAD,
-    "groups": GRPO | dict(max_staleness=0, drop_dead_groups=False, rollouts=512, slots=64),
-    "sao": SAO | dict(preheat_rollouts=0, rollouts=1024) | AHEAD,
-}
-SIGMAS = (0.0, 0.65, 1.29)
-SIGMA_REPORTED = 1.29
-
-
-def overlap(asked: Request) -> tuple[dict[tuple[str, float], list[dict[str, float]]], list[int], dict]:
-    """Figures by (side, sigma), one per seed, of asynchronous single trajectories and of synchronous groups."""
-    seeds = list(range(asked.seeds or (1 if asked.quick else 3)))
-    found: dict[tuple[str, float], list[dict[str, float]]] = {}
-    where = asked.results / ("overlap-quick" if asked.quick else "overlap")
-    for seed in seeds:
-        start = warm_folder(asked.results, OVERLAP["task"], seed, asked.quick)
-        must(finish_run(start, warm_flags(OVERLAP["task"], seed, asked.quick), asked.check))
-        for sigma in (SIGMA_REPORTED,) if asked.quick else SIGMAS:
-            for side, flags in SIDES.items():
-                folder = where / f"{side}_sigma={sigma}_s{seed}"
-                flags = OVERLAP | flags | dict(env_sigma=sigma, seed=seed, init_from=str(start))
-                flags |= dict(rollouts=512) if asked.quick else {}
-                must(finish_run(folder, flags, asked.check))
-                found.setdefault((side, sigma), []).append(overlap_figures(folder))
-    return found, seeds, {"batch": OVERLAP["batch_size"], "group": 8, "median_s": OVERLAP["env_seconds"]}
-
-
-def overlap_figures(folder: pathlib.Path) -> dict[str, float]:
-    """Share of the time that devices were busy and samples per second, from the first update to the last that came
-    before the last task was handed out: what follows is the wait for a run's last stragglers."""
-    with Ledger(folder / "ledger.sqlite", read_only=True) as ledger:
-        events = list(ledger.events(kinds=("admit", "update", "concurrency")))
-    end = max(e.position for e in events if e.kind == "admit")
-    updates = [e for e in events if e.kind == "update" and e.position < end]
-    between = [
-        e.payload for e in events
-        if e.kind == "concurrency" and updates[0].position < e.position < updates[-1].position
-    ]  # fmt: skip
-    return {
-        "utilization": 100 * statistics.fmean(p["utilization"] for p in between),
-        "by slots": 100 * statistics.fmean(p["utilization_slots"] for p in between),
-        "samples/s": sum(e.payload["rollouts"] for e in updates[1:]) / (updates[-1].time - updates[0].time),
-    }
-
-
-def _sides(asked: Request, figure: str, effect: Callable[[float, float], float], null: float) -> Measured:
-    found, seeds, sizes = overlap(asked)
-    notes = {
-        f"{side}, sigma {sigma:g}": {name: round(statistics.median(r[name] for r in runs), 2) for name in runs[0]}
-        for (side, sigma), runs in found.items()
-    }
-    ours, theirs = ([r[figure] for r in found[side, SIGMA_REPORTED]] for side in ("single", "groups"))
-    return Measured(
-        mean_interval([effect(a, b) for a, b in zip(ours, theirs, strict=True)]),
-        statistics.median(ours), statistics.median(theirs), seeds, sizes | {"sigma": SIGMA_REPORTED}, notes, null,
-    )  # fmt: skip
-
-
-def utilization(asked: Request) -> Measured:
-    """Points by which devices are busier with single trajectories than with synchronous groups of 8."""
-    return _sides(asked, "utilization", lambda a, b: a - b, 0.0)
-
-
-def throughput(asked: Request) -> Measured:
-    """Samples per second with single trajectories over those with synchronous groups of 8."""
-    return _sides(asked, "samples/s", lambda a, b: a / b, 1.0)
 
 
 # -- recovery ----------------------------------------------------------------------------------------------------------

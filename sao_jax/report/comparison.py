@@ -126,7 +126,8 @@ def read_cell(folder: Path, method: str, point: Mapping[str, Any], seed: int, er
     outside = {name: mean_of_known(values(seen, key).tolist()) for name, key in OUTSIDE.items()}
     health["kl_within"] = float(np.mean([_kl(u) <= KL_TARGET for u in updates])) if updates else math.nan
     latency = values(updates, "async/publish_latency_s")
-    health["latency"] = float(np.median(latency)) if len(latency) else math.nan
+    for name, percent in (("latency", 50), ("latency_p99", 99)):
+        health[name] = float(np.percentile(latency, percent)) if len(latency) else math.nan
     training = values(updates[-LATEST:], "reward/success_finished")
     seconds = finite(read_json(folder / "evaluation.json", {}).get("seconds"))
     return dataclasses.replace(

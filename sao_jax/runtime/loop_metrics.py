@@ -153,8 +153,7 @@ class LoopMetrics:
             return
         (version, sums, host), self._waiting = self._waiting, None
         device = device_metrics({k: float(v) for k, v in sums.items()}, self._value_sums, self._run.config)
-        latency = {"async/publish_latency_s": float(np.median(self._latency))} if self._latency else {}
-        self._latency = []
+        latency, self._latency = publish_latency(self._latency), []
         line = host | device | latency
         self._run.log.write(version, line)
         kl = line.get("actor/kl_after", line["actor/ppo_kl"])
@@ -168,6 +167,14 @@ class LoopMetrics:
             kl=device["actor/ppo_kl"],
             tokens_per_s=host["perf/tokens_per_s"],
         )
+
+
+def publish_latency(seconds: list[float]) -> dict[str, float]:
+    """From the ends of trajectories to weights that contain them: median and 99 % quantile of what was published."""
+    if not seconds:
+        return {}
+    middle, late = np.percentile(seconds, [50, 99])
+    return {"async/publish_latency_s": float(middle), "async/publish_latency_p99_s": float(late)}
 
 
 def _host_metrics(b: _Batch) -> dict[str, float]:

@@ -257,6 +257,12 @@ def test_weights_that_were_evaluated_twice_count_once(tmp_path):
     assert c.clock.tolist() == [1.0, 9.0, 20.0]
 
 
+def test_the_time_to_publication_has_a_median_and_a_late_end(tmp_path):
+    updates = [line("rl", i, clock_s=float(i), **{"async/publish_latency_s": float(i)}) for i in range(1, 102)]
+    health = read(tmp_path, [evaluation(0, 0.5, 0, 0.3), *updates, evaluation(101, 102.0, 6464, 0.5)]).health
+    assert (health["latency"], health["latency_p99"]) == (51.0, 100.0)
+
+
 def test_the_wait_for_the_last_stragglers_is_left_out(tmp_path):
     updates = [line("rl", i, clock_s=2.0 * i) for i in range(1, 16)] + [line("rl", 16, clock_s=90.0)]
     c = read(tmp_path, [evaluation(0, 0.0, 0, 0.3), *updates, evaluation(16, 91.0, 1024, 0.5)])

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sao_jax.runtime.loop_metrics import publish_latency
 from sao_jax.runtime.metrics import MetricsLog, StageTimer, read_metrics
 
 
@@ -181,3 +182,11 @@ def test_evaluations_of_updates_that_are_durable_outlive_a_rewind(tmp_path):
             log.write(step, {"stage": stage})
     MetricsLog(path, resume_step=1, durable_step=4).close()
     assert [(x["step"], x["stage"]) for x in read_metrics(path)] == [(1, "rl"), (2, "eval"), (4, "eval")]
+
+
+def test_the_time_to_publication_is_told_with_its_late_end():
+    assert publish_latency([float(x) for x in range(101)]) == {
+        "async/publish_latency_s": 50.0,
+        "async/publish_latency_p99_s": 99.0,
+    }
+    assert publish_latency([]) == {}, "nothing was published"
