@@ -7,6 +7,7 @@ It decides nothing: what it is told to start it runs, and it swaps weights betwe
 those it has prepared. It never writes to the run's folder, and it ends when the run is gone.
 """
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -65,6 +66,10 @@ class Worker:
             self._live = self._agents.dispatch()
             if time.monotonic() - self._status_at > STATUS_S:
                 self._tell_status()
+
+    def close(self) -> None:
+        """Waits for the device calls that are being watched: a thread that is in one when Python ends aborts it."""
+        self._watch.close()
 
     def _tell_status(self) -> None:
         self._status_at = time.monotonic()
@@ -132,7 +137,10 @@ def serve(socket: int) -> None:
         prepare_backend(1)
         config = RunConfig.from_json(message["config"])
         device = message["device"] if message["readings"] else 0
-        Worker(connection, config, message["slots"], _source(message["readings"]), device).go()
+        with contextlib.closing(
+            Worker(connection, config, message["slots"], _source(message["readings"]), device)
+        ) as worker:
+            worker.go()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the run is gone, and so is the reason to go on
     finally:
