@@ -12,7 +12,7 @@ from rich.text import Text
 
 from sao_jax.report.text import duration, number, percent, printable
 
-SILENT_S = 15.0  # a run writes its status every two seconds; evaluations and checkpoints take longer
+SILENT_S = 15.0  # the loop writes its status every two seconds; checkpoints take longer
 
 
 def read_status(folder: Path) -> dict | None:
@@ -57,16 +57,22 @@ def status_view(folder: Path, counts: dict, oldest: list, now: float | None = No
 
 
 def _tables(folder: Path, status: dict, rollouts: str, oldest: list, now: float):
-    age = now - status["time"]
-    state = "ended" if not is_alive(status) else f"silent for {duration(age)}" if age > SILENT_S else "running"
+    age, stage = now - status["time"], status.get("stage", "RL")
+    # Only the loop tells its status all the time: a warm start's first step and the compiler are silent for minutes.
+    silent, ended = stage == "RL" and age > SILENT_S, not is_alive(status)
+    state = "ended" if ended else f"silent for {duration(age)}" if silent else "running"
+    waiting = f", {status['waiting']} finished trajectories wait" if "waiting" in status else ""
+    rows = [("run", f"{folder} ({state})")]
+    if "stage" in status:
+        rows.append(("stage", _stage(status, status["time"] if ended else now)))
+    rows += [("rollouts", rollouts), ("policy", f"version {status['version']}{waiting}")]
+    if "utilization" in status:
+        rows += [
+            ("devices", f"busy {percent(status['utilization'])}, by slots {percent(status['utilization_slots'])}"),
+            ("concurrency", f"{status['concurrency']} ({status['reason']}), room for {status['room']}"),
+        ]
     head = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in (
-        ("run", f"{folder} ({state})"),
-        ("rollouts", rollouts),
-        ("policy", f"version {status['version']}, {status['waiting']} finished trajectories wait"),
-        ("devices", f"busy {percent(status['utilization'])}, by slots {percent(status['utilization_slots'])}"),
-        ("concurrency", f"{status['concurrency']} ({status['reason']}), room for {status['room']}"),
-    ):
+    for name, value in rows:
         head.add_row(name, printable(value))
     columns = "engine", "where", "running", "version", "busy", "device", "task takes", "heard of", "failures"
     engines = Table(*columns, box=None)
@@ -81,3 +87,9 @@ def _tables(folder: Path, status: dict, rollouts: str, oldest: list, now: float)
     for rollout, task, attempt, start in oldest:
         ages.add_row(str(rollout), printable(task), str(attempt), duration(now - start))
     return Group(head, Text(), engines, Text(), ages)
+
+
+def _stage(status: dict, until: float) -> str:
+    """What the run does, how far it has come, and for how long."""
+    count = f", {number(status['done'])} of {number(status['total'])} {status['unit']}" if status["unit"] else ""
+    return f"{status['stage']}{count}, for {duration(until - status['since'])}"

@@ -14,10 +14,6 @@ trajectories: `apply` is all there is to a resume or a replay.
 """
 
 import collections
-import contextlib
-import json
-import os
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -106,18 +102,18 @@ class Loop:
                 if decision := self._pilot.decide(self.room() + self.run.agents.running, self.metrics.oldest_wait()):
                     self._schedule.append(("concurrency", decision))
                     self.metrics.devices = decision
-                    self._write_status(decision)
+                    self._tell_status(decision)
                 timer.switch("store")
                 todo = self._digest(ended, idle=not live)
                 timer.switch("learn")
                 for position, kind, payload in todo:
                     self.apply(position, kind, payload)
                 if self._over(live):
-                    self._write_status(self._pilot.decide(self.room(), self.metrics.oldest_wait(), at_once=True))
+                    self._tell_status(self._pilot.decide(self.room(), self.metrics.oldest_wait(), at_once=True))
                     break
         finally:
             timer.switch("other")
-            self._pilot.close()
+            self.close()
         if not self.updates and set(self.metrics.dropped) == {"failed"}:
             raise FailedEnvironmentsError(
                 f"all {self.metrics.dropped['failed']} rollouts failed; the last: {self._failure}"
@@ -159,15 +155,15 @@ class Loop:
         if schedule is not None:
             self._schedule.append(("burst", schedule))
 
-    def _write_status(self, decision: dict) -> None:
-        """What `experiments.status` shows; losing it loses nothing, so a full disk is not an error here."""
-        status = {"time": time.time(), "pid": os.getpid(), "version": self.run.learner.version, "updates": self.updates}
-        status |= {"waiting": self._collector.held + len(self._ready), "restarts": len(self._restarts)}
-        with contextlib.suppress(OSError):
-            text = json.dumps(status | decision | {"engines": self.run.agents.describe()})
-            temporary = self.run.folder / "status.json.tmp"
-            temporary.write_text(text)
-            temporary.replace(self.run.folder / "status.json")
+    def _tell_status(self, decision: dict) -> None:
+        """What `experiments.status` shows."""
+        told = {"version": self.run.learner.version, "updates": self.updates, "restarts": len(self._restarts)}
+        told |= {"waiting": self._collector.held + len(self._ready), "engines": self.run.agents.describe()}
+        self.run.status.stage("RL", self.metrics.trained, self.config.rollouts, "rollouts", **told, **decision)
+
+    def close(self) -> None:
+        """Waits for the device calls that are being watched: a thread that is in one when Python ends aborts it."""
+        self._pilot.close()
 
     # ---- admission
 

@@ -4,6 +4,7 @@ On the same machine and device count the parameters and optimizer states come ou
 checkpoints of its own and goes on from the newest when it is called again.
 """
 
+import contextlib
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -52,9 +53,9 @@ def replay(
         try:
             if resample and run.checkpoints.newest() is not None:
                 raise ValueError(f"{folder} holds a replay already; sampling again starts from the beginning")
-            stages = Stages(run, display, check)
             sampler = Resampler(run) if resample else None
-            stages.replay(target, sampler.observe if sampler else lambda event: None)
+            with contextlib.closing(Stages(run, display, check)) as stages:
+                stages.replay(target, sampler.observe if sampler else lambda event: None)
             state, meta = recorded.restore(newest, run.learner.programs.abstract_state())
             figures = {"version": run.learner.version, "position": target, **compare(state, run.learner.whole_state())}
             figures["identical"] &= meta["version"] == run.learner.version

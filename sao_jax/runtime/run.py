@@ -36,6 +36,7 @@ from sao_jax.runtime.ledger import Ledger, LedgerError
 from sao_jax.runtime.links import Backend, LocalBackend
 from sao_jax.runtime.metrics import MetricsLog, StageTimer, require_tensorboard
 from sao_jax.runtime.shared_learner import SharedLearner
+from sao_jax.runtime.status import StatusFile
 from sao_jax.runtime.trace import Trace
 from sao_jax.runtime.warm_start import check_demonstrations
 from sao_jax.runtime.workers import Workers
@@ -70,6 +71,10 @@ class Run:
     trace: Trace | None = None
     leader: Leader | None = None
     started: float = dataclasses.field(default_factory=time.monotonic)
+    status: StatusFile = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        self.status = StatusFile(self.folder / "status.json")
 
     def seconds(self) -> float:
         return time.monotonic() - self.started

@@ -45,7 +45,8 @@ def train(
         config, folder, resume=resume, tensorboard=tensorboard, trace=trace, readings=readings, leader=leader
     )
     try:
-        return Stages(run, display, check).go(resume)
+        with contextlib.closing(Stages(run, display, check)) as stages:
+            return stages.go(resume)
     finally:
         run.agents.close()
         run.close()
@@ -61,6 +62,9 @@ class Stages:
         preheated = self.config.preheat_rollouts or 0 if self.config.has_critic else 0
         self.loop = Loop(run, first_rollout=preheated, check=check, metrics=self.metrics, between=self._evaluate_if_due)
         self._evaluated_at = -1
+
+    def close(self) -> None:
+        self.loop.close()
 
     def go(self, resume: bool) -> dict[str, Any]:
         run, config = self.run, self.config
@@ -79,6 +83,7 @@ class Stages:
             position = max(position, self._preheat(position))
         with_updates = f"RL, {config.rollouts} rollouts"
         self.display.stage(with_updates, config.rollouts, "rollouts")
+        run.status.stage("RL", updates * config.batch_size, config.rollouts, "rollouts")
         self._interruptible(lambda: self.loop.restore(position, updates))
         self._interruptible(self.loop.go)
         run.save(position=run.ledger.last_position(), updates=self.loop.updates, stage="done")
@@ -142,12 +147,12 @@ class Stages:
         if config.init_from:
             run.learner.start(self._policy_of(pathlib.Path(config.init_from)))
         elif config.warm_start_steps:
-            self.display.stage("warm start", config.warm_start_steps, "steps")
+            self._stage("warm start", config.warm_start_steps, "steps")
 
             def report(step, loss):
                 line = {"stage": "warm_start", "time_s": run.seconds(), "warm_start/loss": loss}
                 run.log.write(step - config.warm_start_steps, line)
-                self.display.advance(step, loss=loss)
+                self._advance(step, loss=loss)
 
             if run.leader is not None:
                 run.leader.tell("warm_start")
@@ -190,13 +195,13 @@ class Stages:
                 position = run.ledger.record("preheat", {"rollouts": rollouts, "from": config.preheat_from})
         else:
             position = done.position
-        self.display.stage("preheating the critic", config.preheat_epochs, "passes")
+        self._stage("preheating the critic", config.preheat_epochs, "passes")
 
         def report(epoch, variance, loss):
             line = {"stage": "preheat", "time_s": run.seconds(), "clock_s": run.clock()}
             line |= {"preheat/epoch": epoch, "preheat/rollouts": len(rows)}
             run.log.write(0, line | {"preheat/explained_var": variance, "critic/vf_loss": loss})
-            self.display.advance(epoch, explained_var=variance)
+            self._advance(epoch, explained_var=variance)
 
         fit_critic(run.learner, rows, config.preheat_epochs, config.seed, report=report, check=self.check)
         run.save(position=position, updates=0, stage="preheated")
@@ -204,8 +209,8 @@ class Stages:
 
     def _collect(self, count: int) -> list[int]:
         """Rollouts 0..count-1 with the starting policy, in the order in which they finished."""
-        self.display.stage("preheating rollouts", count, "rollouts")
-        return self.loop.collect_only(count, self.display.advance)
+        self._stage("preheating rollouts", count, "rollouts")
+        return self.loop.collect_only(count, self._advance)
 
     def _rows_of(self, folder: pathlib.Path) -> list[list[dict[str, np.ndarray]]]:
         """Training rows from the trajectories of another run."""
@@ -227,11 +232,26 @@ class Stages:
 
     # ---- around the loop
 
+    def _stage(self, name: str, total: int, unit: str) -> None:
+        """A stage before or after the loop, which tells its own status."""
+        self.display.stage(name, total, unit)
+        self._progress = {"name": name, "total": total, "unit": unit}
+        self._tell(done=0)
+
+    def _advance(self, done: int, **figures: float) -> None:
+        self.display.advance(done, **figures)
+        if self.run.status.due:
+            self._tell(done=done)
+
+    def _tell(self, **progress: Any) -> None:
+        run = self.run
+        run.status.stage(**self._progress, **progress, version=run.learner.version, engines=run.agents.describe())
+
     def _compile(self) -> None:
         """Compiles every program of the stages to come and names them; nothing compiles later."""
         run = self.run
         start, before = time.monotonic(), run.compiles.count
-        self.display.stage("compiling", 1, "")
+        self._stage("compiling", 1, "")
         blank = blank_row(run.learner.layout.length)
         preheat = self._preheats or bool(self.config.num_critic_only_steps)
         with run.clock.stopped():
@@ -255,6 +275,7 @@ class Stages:
         """One held-out evaluation; attempts of the loop that end meanwhile are digested by the loop's next turn."""
         run, config = self.run, self.config
         self._evaluated_at = version
+        run.status.stage(f"evaluation of version {version}", version=run.learner.version, engines=run.agents.describe())
         with run.timer("eval"), run.clock.stopped():
             result = evaluate(
                 run.agents,
@@ -330,4 +351,5 @@ class Stages:
             "recompilations": run.compiles.count - self.metrics.compiled,
         }
         write_durably(run.folder / "evaluation.json", json.dumps(figures, indent=1))
+        run.status.stage("done")
         return figures

@@ -35,6 +35,25 @@ def test_it_shows_who_does_what_and_how_old_it_is(tmp_path):
     assert "\x1b" not in text, "a task's name steers no terminal"
 
 
+@pytest.mark.parametrize(
+    ("told", "row"),
+    [(dict(stage="warm start", since=880.0, done=9, total=600, unit="steps"), "warm start, 9 of 600 steps, for 2:00"),
+     (dict(stage="compiling", since=940.0, done=0, total=1, unit=""), "compiling, for 1:00")],
+)  # fmt: skip
+def test_before_the_loop_it_shows_the_stage(tmp_path, told, row):
+    early = {k: STATUS[k] for k in ("time", "pid", "version", "engines")}
+    text = show(tmp_path, 1000.0, early | told)
+    for part in ("(running)", row, "version 7", "5 of 8"):
+        assert part in text, part
+    for part in ("busy 91.3%", "finished trajectories wait", "silent"):
+        assert part not in text, part
+    assert "(running)" in show(tmp_path, 1060.0, early | told), "a compiler is silent for minutes"
+    assert "silent for 1:00" in show(tmp_path, 1060.0, STATUS | told | {"stage": "RL"})
+    gone = show(tmp_path, 2000.0, early | told | {"pid": 2**22 + 1})
+    assert "(ended)" in gone
+    assert row in gone, "it did so until it ended"
+
+
 def test_rollouts_in_quarantine_are_counted(tmp_path):
     assert "in quarantine/" not in show(tmp_path, 1001.5, STATUS)
     (tmp_path / "quarantine").mkdir()

@@ -1,6 +1,7 @@
 """Whole RL runs on a tiny task, in this process."""
 
 import collections
+import threading
 import time
 
 import numpy as np
@@ -17,6 +18,7 @@ from sao_jax.runtime.config import RunConfig
 from sao_jax.runtime.inspect import open_segments, read_trajectories
 from sao_jax.runtime.metrics import read_metrics
 from sao_jax.runtime.run import Run
+from sao_jax.runtime.signals import Interrupted
 from sao_jax.runtime.train import train
 
 BASE = dict(
@@ -60,6 +62,39 @@ def test_every_rollout_is_trained_once_and_in_full_batches(tmp_path):
         versions = t.version[t.action_mask]
         assert np.all(np.diff(versions) >= 0)
         assert versions[-1] <= trained_at[rollout]
+
+
+def test_a_run_says_what_it_is_doing_from_its_first_stage_on(tmp_path):
+    told = []
+
+    def look():
+        status = read_status(tmp_path)
+        if not told or told[-1]["stage"] != status["stage"]:
+            told.append(status)
+
+    flags = dict(warm_start_steps=2, demonstrations=4, warm_start_batch=4, preheat_rollouts=8, preheat_epochs=1)
+    run(tmp_path, check=look, rollouts=8, **flags)
+    assert [(status["stage"], status["total"]) for status in told] == [
+        ("warm start", 2), ("compiling", 1), ("evaluation of version 0", None), ("preheating rollouts", 8),
+        ("preheating the critic", 1), ("RL", 8), ("evaluation of version 2", None),
+    ]  # fmt: skip
+    assert all(status["engines"][0]["slots"] == 8 for status in told)
+    assert [s["since"] for s in told] == sorted(s["since"] for s in told)
+    status = read_status(tmp_path)
+    assert (status["stage"], status["version"], status["engines"][0]["running"]) == ("done", 2, 0)
+
+
+def test_nothing_of_a_run_that_is_interrupted_stays_in_a_device_call(tmp_path):
+    """A thread that is in one when Python ends is unwound through C++, which aborts."""
+    display = SilentDisplay()
+
+    def check():
+        if display.compiling:
+            raise Interrupted(15)
+
+    with pytest.raises(Interrupted):
+        run(tmp_path, check=check, display=display)
+    assert "device watch" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_metrics_of_a_run_are_those_of_its_trajectories(tmp_path):
