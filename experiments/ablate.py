@@ -379,9 +379,9 @@ def main(stop) -> None:
         return
     if flags.preset != "all" and flags.preset not in PRESETS:
         raise ValueError(f"unknown preset {flags.preset!r}; allowed: {', '.join(PRESETS)}, all")
-    for name in ("methods", "results"):
-        if getattr(flags, name) == "":
-            raise ValueError(f"--{name} is empty")
+    if flags.methods == "":
+        raise ValueError("--methods is empty")
+    _cli.results_folder(flags.results)
     for name in ("seeds", "rollouts", "jobs"):
         if (value := getattr(flags, name)) is not None and value < 1:
             raise ValueError(f"--{name} is {value}; it must be at least 1")

@@ -268,6 +268,14 @@ def test_the_wait_for_the_last_stragglers_is_left_out(tmp_path):
     assert c.clock.tolist() == [0.0, 10.0, 42.0]
 
 
+def test_an_update_whose_kl_is_no_number_is_not_within_the_bound(tmp_path):
+    kl = [{"actor/kl_after": 0.05, "rollout_corr/kl": 9.0}, {"actor/kl_after": None, "rollout_corr/kl": 0.01},
+          {"rollout_corr/kl": 0.01}, {"rollout_corr/kl": None}, {"rollout_corr/kl": 0.06}]  # fmt: skip
+    updates = [line("rl", i, clock_s=float(i), **keys) for i, keys in enumerate(kl)]
+    c = read(tmp_path, [evaluation(0, 0.0, 0, 0.3), *updates, evaluation(5, 9.0, 64, 0.5)])
+    assert c.health["kl_within"] == pytest.approx(2 / 5)
+
+
 def test_a_ratio_that_cannot_be_had_is_left_out(tmp_path):
     made = (("grpo", 0.0, ""), ("sao", 0.0, ""), ("grpo", 2.0, ""), ("sao", 2.0, "failed"))
     runs = [dataclasses.replace(cell(m, 0, [0.2, 0.6]), point={"env_sigma": s}, error=e) for m, s, e in made]
@@ -386,7 +394,9 @@ def test_each_run_has_a_core_of_its_own(command, tmp_path):
      (["--preset", "nonsense"], "unknown preset"),
      (["--rollouts", "300"], "leaves none after preheating"), (["--methods", ""], "--methods is empty"),
      (["--preset", "contest", "--jobs", "2"], "its runs go one by one"),
-     (["--preset", "all", "--methods", "grpo"], "critic-lr has no effect")],
+     (["--preset", "all", "--methods", "grpo"], "critic-lr has no effect"),
+     (["--results", ""], "--results is empty"), (["--results", __file__], "is a file, not a folder"),
+     (["--results", f"{__file__}/below"], "is a file, not a folder")],
 )  # fmt: skip
 def test_what_cannot_be_compared_is_refused_before_anything_runs(command, tmp_path, arguments, says):
     with pytest.raises(ValueError, match=says):
