@@ -39,8 +39,8 @@ def names() -> list[str]:
 def make_family(spec: str) -> TaskFamily:
     """The family that a spec describes: `NAME[:option=value,...]`, NAME being registered or `module:Class`.
 
-    `module` is a dotted import path or a path to a Python file. Raises ValueError for an unknown name or option, and for
-    text where the option's default is a number.
+    `module` is a dotted import path or a path to a Python file. Raises ValueError for an unknown name or option, and
+    for text where the option's default is a number.
     """
     constructor, options = _resolve(spec)
     allowed = inspect.signature(constructor).parameters
