@@ -237,7 +237,7 @@ class Loop:
         if not ended and not self._ready and not idle and not last and not self._seams:
             return []
         restart = []
-        self._collector.drift = self.metrics.drift
+        self._settle_drift()
         with self.run.ledger.transaction():
             self._write_schedule()
             self._store_seams()
@@ -252,6 +252,12 @@ class Loop:
         self._restarts.extend(restart)
         self._quarantine()  # after the commit: an attempt that a kill undoes has not failed
         return todo
+
+    def _settle_drift(self) -> None:
+        """Tells SPO's tracker how far the policy has moved, the newest update included, which is waited for."""
+        if self.config.baseline == "spo":
+            self.metrics.flush()
+            self._collector.drift = self.metrics.drift
 
     def _write_schedule(self) -> None:
         for kind, payload in self._schedule:
@@ -460,7 +466,7 @@ class Loop:
 
     def save(self, position: int) -> None:
         self.metrics.flush()  # a resume from this checkpoint does not compute the update's line again
-        self.run.save(position=position, updates=self.updates, stage="rl")
+        self.run.save(position=position, updates=self.updates, stage="rl", drift=self.metrics.drift)
 
     def save_at_boundary(self) -> None:
         """Saves the state of the last boundary, unless it has moved since (a critic that steps on arrivals).
@@ -471,7 +477,7 @@ class Loop:
         learner = self.run.learner
         if learner.empty or self.config.critic_update != "arrival":
             position, updates = self._boundary
-            self.run.save(position=position, updates=updates, stage="rl")
+            self.run.save(position=position, updates=updates, stage="rl", drift=self.metrics.drift)
 
     def rows(self, t: Trajectory, advantage: float = 0.0, stale: int = 0) -> list[dict[str, np.ndarray]]:
         return make_rows(
@@ -525,7 +531,7 @@ class Loop:
             if event.kind == "update":
                 # What these updates have cost was paid when they were recorded.
                 self.run.clock.restore(event.payload["clock_s"])
-                self.metrics.drift = event.payload["drift"]
+                self._settle_drift()
             self.apply(event.position, event.kind, event.payload)
             if event.kind == "update":
                 arrived = []
@@ -533,11 +539,21 @@ class Loop:
 
     def _prime(self, wanted: set[int]) -> None:
         """Tells the collector of the rewards that came before, except those of `wanted`, in the order they came."""
+        came: list[tuple[str, float]] = []
+
+        def prime():
+            for task, reward in came:
+                self._collector.prime(task, reward)
+            came.clear()
+
         for event in self.run.ledger.events(kinds=("finish", "update")):
             if event.kind == "update":
-                self._collector.drift = event.payload["drift"]
+                self._collector.drift = event.payload["drift"]  # as it was when these rewards came
+                prime()
             elif (rollout := event.payload["rollout"]) not in wanted:
-                self._collector.prime(self._task(rollout), event.payload["reward"])
+                came.append((self._task(rollout), event.payload["reward"]))
+        self._settle_drift()
+        prime()
 
     def _restart_running(self) -> None:
         ledger, running = self.run.ledger, self.run.ledger.running()
@@ -554,7 +570,6 @@ class Loop:
         wanted = {r.id for r in waiting}
         if self.config.baseline in ("running_mean", "spo"):
             self._prime(wanted)
-        self._collector.drift = self.metrics.drift
         groups = {r.group for r in waiting} if self.config.grouped else set()
         members = ledger.members(groups) if groups else waiting
         with ledger.transaction():

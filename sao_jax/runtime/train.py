@@ -81,7 +81,9 @@ class Stages:
         self.display.stage(with_updates, config.rollouts, "rollouts")
         self._interruptible(lambda: self.loop.restore(position, updates))
         self._interruptible(self.loop.go)
-        run.save(position=run.ledger.last_position(), updates=self.loop.updates, stage="done")
+        self.metrics.flush()
+        done = dict(updates=self.loop.updates, stage="done", drift=self.metrics.drift)
+        run.save(position=run.ledger.last_position(), **done)
         run.checkpoints.wait()
         return self._final()
 
@@ -127,6 +129,7 @@ class Stages:
         run.learner.load(state, meta["version"])
         run.started -= meta["time_s"]
         run.clock.restore(meta["clock_s"])
+        self.metrics.drift = meta.get("drift", 0.0)  # checkpoints of earlier versions have none
         self.display.note(f"resumed at version {meta['version']} from checkpoint {newest}")
         return meta["position"], meta["updates"]
 
