@@ -60,12 +60,22 @@ def main(stop) -> None:
 
     prepare_backend()
     asked = Request(flags.quick, results, stop.check, flags.seeds)
-    for name in CLAIMS if flags.all else (flags.claim,):
-        print(json.dumps(measure(name, asked)), flush=True)
-    if flags.all:
-        path = asked.results / ("claims-quick.md" if flags.quick else "claims.md")
-        path.write_text(table(asked.results, flags.quick))
-        print(path)
+    if not flags.all:
+        print(json.dumps(measure(flags.claim, asked)), flush=True)
+        return
+    failed = []
+    for name in CLAIMS:
+        try:
+            print(json.dumps(measure(name, asked)), flush=True)
+        except (ValueError, _cli.UserError) as error:  # the others are measured all the same
+            failed.append(f"{name}: {error}")
+            print(failed[-1], file=sys.stderr, flush=True)
+    path = asked.results / ("claims-quick.md" if flags.quick else "claims.md")
+    asked.results.mkdir(parents=True, exist_ok=True)
+    path.write_text(table(asked.results, flags.quick))
+    print(path)
+    if failed:
+        raise _cli.UserError(f"{len(failed)} of {len(CLAIMS)} claims could not be measured: {'; '.join(failed)}")
 
 
 def measure(name: str, asked) -> dict:

@@ -493,6 +493,18 @@ def _lock(path: pathlib.Path) -> int:
     return descriptor
 
 
+def is_being_written(path: str | os.PathLike) -> bool:
+    """Whether a process has the ledger at `path` open for writing."""
+    try:
+        with open(f"{path}.lock") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
 def _to_json(value: Any) -> str:
     return json.dumps(value, default=_plain, separators=(",", ":"))
 

@@ -25,6 +25,7 @@ from sao_jax.report import comparison, comparison_figures, comparison_tables
 from sao_jax.report.comparison import Cell
 from sao_jax.report.intervals import mean_interval
 from sao_jax.runtime.config import RunConfig
+from sao_jax.runtime.ledger import Ledger
 from sao_jax.runtime.signals import GracefulStop
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -219,6 +220,27 @@ def test_a_claims_record_has_its_keys_and_is_json(tmp_path):
     assert "`action-only`" in claims.table(tmp_path, quick=True)
 
 
+def test_a_claim_that_cannot_be_measured_does_not_keep_the_others_from_it(tmp_path, monkeypatch, capsys):
+    from experiments import claims
+
+    def broken(asked):
+        raise ValueError("no runs")
+
+    def measured(asked):
+        return _claims.Measured((2.0, 1.0, 3.0), 4.0, 2.0, [0, 1], {})
+
+    made = {n: _claims.Claim(n, None, None, 2.5, "points", m) for n, m in (("first", broken), ("second", measured))}
+    monkeypatch.setattr(_claims, "CLAIMS", made)
+    monkeypatch.setattr("sao_jax.runtime.devices.prepare_backend", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["claims", "--all", "--results", str(tmp_path)])
+    with pytest.raises(UserError, match="1 of 2 claims could not be measured: first: no runs"):
+        claims.main(GracefulStop())
+    text = (tmp_path / "claims.md").read_text()
+    assert "| `second` | 2.5 points | 4 vs 2 | 2.0 [1.0, 3.0] points | yes | 2 |" in text
+    assert "first" not in text
+    assert '"claim": "second"' in capsys.readouterr().out
+
+
 def line(stage, step, **keys):
     return {"stage": stage, "step": step, "version": step, **keys}
 
@@ -379,6 +401,22 @@ def test_a_smaller_call_does_not_replace_a_larger_table(command, tmp_path, capsy
     assert "it stays" in capsys.readouterr().out
     command("--methods", "grpo", "--seeds", "1", "--rollouts", "1024")
     assert list(table(tmp_path, "dis-vs-grpo-1024")) == [("grpo", "0")]
+
+
+def test_a_run_that_a_killed_comparison_left_behind_is_waited_for(command, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    ledger = Ledger(folder / "ledger.sqlite", create=True)
+    started = []
+
+    def check():
+        started.append((tmp_path / "log").exists())
+        if len(started) == 2:
+            ledger.close()
+
+    assert module.finish_run(folder, {"baseline": "batch_mean"}, check) == ""
+    assert started[:2] == [False, False]
+    assert (tmp_path / "log").exists()
 
 
 def test_each_run_has_a_core_of_its_own(command, tmp_path):
