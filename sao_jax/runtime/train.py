@@ -81,9 +81,8 @@ class Stages:
         self.display.stage(with_updates, config.rollouts, "rollouts")
         self._interruptible(lambda: self.loop.restore(position, updates))
         self._interruptible(self.loop.go)
-        self.metrics.flush()
-        done = dict(updates=self.loop.updates, stage="done", drift=self.metrics.drift)
-        run.save(position=run.ledger.last_position(), **done)
+        end = run.ledger.last_position()
+        run.save(position=end, updates=self.loop.updates, stage="done", drift=self.metrics.drift)
         run.checkpoints.wait()
         return self._final()
 
