@@ -27,6 +27,17 @@ def given() -> set[str]:
     return {word[2:].partition("=")[0].replace("-", "_") for word in sys.argv[1:] if word.startswith("--")}
 
 
+def results_folder(text: str) -> pathlib.Path:
+    """What --results names, which need not exist yet. Raises ValueError where it cannot be a folder."""
+    if not text:
+        raise ValueError("--results is empty")
+    path = pathlib.Path(text).resolve()
+    there = next(p for p in (path, *path.parents) if p.exists())
+    if not there.is_dir():
+        raise ValueError(f"--results {text}: {there} is a file, not a folder")
+    return path
+
+
 def main(body: Callable[[], Any]) -> None:
     """Runs `body`; a user's error is one line and exit code 2, a signal 128 + its number.
 

@@ -34,9 +34,11 @@ from experiments import _cli
 from experiments._ablations import BASE, BUDGET, FIRST_SEED, METHODS, PRESETS, STARTS, Preset
 from sao_jax.envs.registry import make_family
 from sao_jax.runtime.config import RunConfig
+from sao_jax.runtime.ledger_file import is_being_written
 
 COMMAND = (sys.executable, "-m", "experiments.train")
 QUICK_BUDGET = 768
+STOPPING_S = 120.0
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
@@ -149,6 +151,11 @@ def finish_run(
     folder: pathlib.Path, flags: Mapping[str, Any], check: Callable[[], None], core: int | None = None
 ) -> str:
     """Runs, or continues, one training run in a process of its own, on `core`; returns "" or why it ended badly."""
+    # What a killed comparison had started saves and stops by itself, but not at once.
+    deadline = time.monotonic() + STOPPING_S
+    while is_being_written(folder / "ledger.sqlite") and time.monotonic() < deadline:
+        check()
+        time.sleep(0.2)
     if (folder / "evaluation.json").exists():
         return ""
     begun = (folder / "config.json").exists()
@@ -379,9 +386,9 @@ def main(stop) -> None:
         return
     if flags.preset != "all" and flags.preset not in PRESETS:
         raise ValueError(f"unknown preset {flags.preset!r}; allowed: {', '.join(PRESETS)}, all")
-    for name in ("methods", "results"):
-        if getattr(flags, name) == "":
-            raise ValueError(f"--{name} is empty")
+    if flags.methods == "":
+        raise ValueError("--methods is empty")
+    _cli.results_folder(flags.results)
     for name in ("seeds", "rollouts", "jobs"):
         if (value := getattr(flags, name)) is not None and value < 1:
             raise ValueError(f"--{name} is {value}; it must be at least 1")

@@ -46,8 +46,7 @@ def main(stop) -> None:
             reported += "" if claim.reported_baseline is None else f" against {claim.reported_baseline:g}"
             print(f"{name:20}{claim.text}: {claim.effect:.3g} {claim.unit}{reported}{')' if reported else ''}")
         return
-    if flags.results == "":
-        raise ValueError("--results is empty")
+    results = _cli.results_folder(flags.results)
     if flags.seeds is not None and flags.seeds < 1:
         raise ValueError(f"--seeds is {flags.seeds}; it must be at least 1")
     if flags.seeds is not None and flags.claim == "action-only":
@@ -60,13 +59,23 @@ def main(stop) -> None:
     from sao_jax.runtime.devices import prepare_backend
 
     prepare_backend()
-    asked = Request(flags.quick, pathlib.Path(flags.results).resolve(), stop.check, flags.seeds)
-    for name in CLAIMS if flags.all else (flags.claim,):
-        print(json.dumps(measure(name, asked)), flush=True)
-    if flags.all:
-        path = asked.results / ("claims-quick.md" if flags.quick else "claims.md")
-        path.write_text(table(asked.results, flags.quick))
-        print(path)
+    asked = Request(flags.quick, results, stop.check, flags.seeds)
+    if not flags.all:
+        print(json.dumps(measure(flags.claim, asked)), flush=True)
+        return
+    failed = []
+    for name in CLAIMS:
+        try:
+            print(json.dumps(measure(name, asked)), flush=True)
+        except (ValueError, _cli.UserError) as error:  # the others are measured all the same
+            failed.append(f"{name}: {error}")
+            print(failed[-1], file=sys.stderr, flush=True)
+    path = asked.results / ("claims-quick.md" if flags.quick else "claims.md")
+    asked.results.mkdir(parents=True, exist_ok=True)
+    path.write_text(table(asked.results, flags.quick))
+    print(path)
+    if failed:
+        raise _cli.UserError(f"{len(failed)} of {len(CLAIMS)} claims could not be measured: {'; '.join(failed)}")
 
 
 def measure(name: str, asked) -> dict:

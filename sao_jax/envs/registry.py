@@ -39,14 +39,18 @@ def names() -> list[str]:
 def make_family(spec: str) -> TaskFamily:
     """The family that a spec describes: `NAME[:option=value,...]`, NAME being registered or `module:Class`.
 
-    `module` is a dotted import path or a path to a Python file. Raises ValueError for an unknown name or option.
+    `module` is a dotted import path or a path to a Python file. Raises ValueError for an unknown name or option, and
+    for text where the option's default is a number.
     """
     constructor, options = _resolve(spec)
     allowed = inspect.signature(constructor).parameters
-    for option in options:
+    for option, value in options.items():
         if option not in allowed:
             listed = ", ".join(allowed) or "none"
             raise ValueError(f"task {spec!r} has no option {option!r}; allowed: {listed}")
+        for kinds, what in (((bool,), "true or false"), ((int, float), "a number")):  # a bool is no number here
+            if type(allowed[option].default) in kinds and type(value) not in kinds:
+                raise ValueError(f"task {spec!r}: {option} is {value!r}; it must be {what}")
     return constructor(**options)
 
 

@@ -172,9 +172,9 @@ def _without_stragglers(clock: np.ndarray, updates: np.ndarray, *, start: float)
 
 
 def _kl(line: Mapping) -> float:
-    """KL(rollout || policy) after an update where it was measured, else before it."""
-    after = finite(line.get("actor/kl_after"))
-    return after if after is not None else finite(line.get("rollout_corr/kl")) or 0.0
+    """KL(rollout || policy) after an update where it was measured, else before it; infinite where it is no number."""
+    kl = finite(line["actor/kl_after"] if "actor/kl_after" in line else line.get("rollout_corr/kl"))
+    return math.inf if kl is None else kl
 
 
 # --- effects ----------------------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ class Effects:
 
     def save(self, position: int) -> None:
         self.metrics.flush()  # a resume from this checkpoint does not compute the update's line again
-        self.run.save(position=position, updates=self.updates, stage="rl")
+        self.run.save(position=position, updates=self.updates, stage="rl", drift=self.metrics.drift)
 
     def save_at_boundary(self) -> None:
         """Saves the state of the last boundary, unless it has moved since (a critic that steps on arrivals).
@@ -80,7 +80,12 @@ class Effects:
         learner = self.run.learner
         if learner.empty or self.config.critic_update != "arrival":
             position, updates = self._boundary
-            self.run.save(position=position, updates=updates, stage="rl")
+            self.run.save(position=position, updates=updates, stage="rl", drift=self.metrics.drift)
+
+    def _settle_drift(self) -> None:
+        """SPO's tracker goes by how far the policy has moved, the newest update included, which is waited for."""
+        if self.config.baseline == "spo":
+            self.metrics.flush()
 
     def rows(self, t: Trajectory, advantage: float = 0.0, stale: int = 0) -> list[dict[str, np.ndarray]]:
         return make_rows(
@@ -117,7 +122,7 @@ class Effects:
             if event.kind == "update":
                 # What these updates have cost was paid when they were recorded.
                 self.run.clock.restore(event.payload["clock_s"])
-                self.metrics.drift = event.payload["drift"]
+                self._settle_drift()
             self.apply(event.position, event.kind, event.payload)
             if event.kind == "update":
                 arrived = []

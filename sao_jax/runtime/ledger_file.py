@@ -193,3 +193,15 @@ def _lock(path: pathlib.Path) -> int:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     return descriptor
+
+
+def is_being_written(path: str | os.PathLike) -> bool:
+    """Whether a process has the ledger at `path` open for writing."""
+    try:
+        with open(f"{path}.lock") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False

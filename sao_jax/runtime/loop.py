@@ -220,6 +220,7 @@ class Loop(Effects):
         if not ended and not self._ready and not idle and not last and not self._seams:
             return []
         restart = []
+        self._settle_drift()
         self._collector.drift = self.metrics.drift
         with self.run.ledger.transaction():
             self._write_schedule()
@@ -420,11 +421,22 @@ class Loop(Effects):
 
     def _prime(self, wanted: set[int]) -> None:
         """Tells the collector of the rewards that came before, except those of `wanted`, in the order they came."""
+        came: list[tuple[str, float]] = []
+
+        def prime():
+            for task, reward in came:
+                self._collector.prime(task, reward)
+            came.clear()
+
         for event in self.run.ledger.events(kinds=("finish", "update")):
             if event.kind == "update":
-                self._collector.drift = event.payload["drift"]
+                self._collector.drift = event.payload["drift"]  # as it was when these rewards came
+                prime()
             elif (rollout := event.payload["rollout"]) not in wanted:
-                self._collector.prime(self._task(rollout), event.payload["reward"])
+                came.append((self._task(rollout), event.payload["reward"]))
+        self._settle_drift()
+        self._collector.drift = self.metrics.drift
+        prime()
 
     def _restart_running(self) -> None:
         ledger, running = self.run.ledger, self.run.ledger.running()
@@ -441,7 +453,6 @@ class Loop(Effects):
         wanted = {r.id for r in waiting}
         if self.config.baseline in ("running_mean", "spo"):
             self._prime(wanted)
-        self._collector.drift = self.metrics.drift
         groups = {r.group for r in waiting} if self.config.grouped else set()
         members = ledger.members(groups) if groups else waiting
         with ledger.transaction():

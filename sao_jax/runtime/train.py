@@ -86,7 +86,8 @@ class Stages:
         run.status.stage("RL", updates * config.batch_size, config.rollouts, "rollouts")
         self._interruptible(lambda: self.loop.restore(position, updates))
         self._interruptible(self.loop.go)
-        run.save(position=run.ledger.last_position(), updates=self.loop.updates, stage="done")
+        end = run.ledger.last_position()
+        run.save(position=end, updates=self.loop.updates, stage="done", drift=self.metrics.drift)
         run.checkpoints.wait()
         return self._final()
 
@@ -132,6 +133,7 @@ class Stages:
         run.learner.load(state, meta["version"])
         run.started -= meta["time_s"]
         run.clock.restore(meta["clock_s"])
+        self.metrics.drift = meta.get("drift", 0.0)  # checkpoints of earlier versions have none
         self.display.note(f"resumed at version {meta['version']} from checkpoint {newest}")
         return meta["position"], meta["updates"]
 

@@ -49,6 +49,22 @@ def test_a_class_from_a_module_or_a_file(tmp_path):
     assert registry.make_family(f"{path}:Mine:size=5").size == 5
 
 
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("contest:noise=nan", "noise is 'nan'; it must be a number"),
+        ("repair:habit=", "habit is ''; it must be a number"),
+        ("mathword:level=[1]", r"level is \[1\]; it must be a number"),
+        ("mathword:level=true", "level is True; it must be a number"),
+        ("arithmetic:partial=1", "partial is 1; it must be true or false"),
+        ("contest:skip=1e999", "skip is inf; it is a share"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_in_one_line(spec, says):
+    with pytest.raises(ValueError, match=says):
+        registry.make_family(spec)
+
+
 def test_registering_twice_is_refused(monkeypatch):
     monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
     registry.register("mine", Calculator)

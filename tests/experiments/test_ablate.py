@@ -25,6 +25,7 @@ from sao_jax.report import comparison, comparison_figures, comparison_tables
 from sao_jax.report.comparison import Cell
 from sao_jax.report.intervals import mean_interval
 from sao_jax.runtime.config import RunConfig
+from sao_jax.runtime.ledger import Ledger
 from sao_jax.runtime.signals import GracefulStop
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -219,6 +220,27 @@ def test_a_claims_record_has_its_keys_and_is_json(tmp_path):
     assert "`action-only`" in claims.table(tmp_path, quick=True)
 
 
+def test_a_claim_that_cannot_be_measured_does_not_keep_the_others_from_it(tmp_path, monkeypatch, capsys):
+    from experiments import claims
+
+    def broken(asked):
+        raise ValueError("no runs")
+
+    def measured(asked):
+        return _claims.Measured((2.0, 1.0, 3.0), 4.0, 2.0, [0, 1], {})
+
+    made = {n: _claims.Claim(n, None, None, 2.5, "points", m) for n, m in (("first", broken), ("second", measured))}
+    monkeypatch.setattr(_claims, "CLAIMS", made)
+    monkeypatch.setattr("sao_jax.runtime.devices.prepare_backend", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["claims", "--all", "--results", str(tmp_path)])
+    with pytest.raises(UserError, match="1 of 2 claims could not be measured: first: no runs"):
+        claims.main(GracefulStop())
+    text = (tmp_path / "claims.md").read_text()
+    assert "| `second` | 2.5 points | 4 vs 2 | 2.0 [1.0, 3.0] points | yes | 2 |" in text
+    assert "first" not in text
+    assert '"claim": "second"' in capsys.readouterr().out
+
+
 def line(stage, step, **keys):
     return {"stage": stage, "step": step, "version": step, **keys}
 
@@ -272,6 +294,14 @@ def test_the_wait_for_the_last_stragglers_is_left_out(tmp_path):
     c = read(tmp_path, [evaluation(0, 0.0, 0, 0.3), level, *updates, evaluation(16, 50.0, 1024, 0.5)],
              preheat_rollouts=512)  # fmt: skip
     assert c.clock.tolist() == [0.0, 10.0, 42.0]
+
+
+def test_an_update_whose_kl_is_no_number_is_not_within_the_bound(tmp_path):
+    kl = [{"actor/kl_after": 0.05, "rollout_corr/kl": 9.0}, {"actor/kl_after": None, "rollout_corr/kl": 0.01},
+          {"rollout_corr/kl": 0.01}, {"rollout_corr/kl": None}, {"rollout_corr/kl": 0.06}]  # fmt: skip
+    updates = [line("rl", i, clock_s=float(i), **keys) for i, keys in enumerate(kl)]
+    c = read(tmp_path, [evaluation(0, 0.0, 0, 0.3), *updates, evaluation(5, 9.0, 64, 0.5)])
+    assert c.health["kl_within"] == pytest.approx(2 / 5)
 
 
 def test_a_ratio_that_cannot_be_had_is_left_out(tmp_path):
@@ -379,6 +409,22 @@ def test_a_smaller_call_does_not_replace_a_larger_table(command, tmp_path, capsy
     assert list(table(tmp_path, "dis-vs-grpo-1024")) == [("grpo", "0")]
 
 
+def test_a_run_that_a_killed_comparison_left_behind_is_waited_for(command, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    ledger = Ledger(folder / "ledger.sqlite", create=True)
+    started = []
+
+    def check():
+        started.append((tmp_path / "log").exists())
+        if len(started) == 2:
+            ledger.close()
+
+    assert module.finish_run(folder, {"baseline": "batch_mean"}, check) == ""
+    assert started[:2] == [False, False]
+    assert (tmp_path / "log").exists()
+
+
 def test_each_run_has_a_core_of_its_own(command, tmp_path):
     command(*FEW)
     used = [line.split(" ", 1)[1] for line in (tmp_path / "log").read_text().splitlines()]
@@ -392,7 +438,9 @@ def test_each_run_has_a_core_of_its_own(command, tmp_path):
      (["--preset", "nonsense"], "unknown preset"),
      (["--rollouts", "300"], "leaves none after preheating"), (["--methods", ""], "--methods is empty"),
      (["--preset", "contest", "--jobs", "2"], "its runs go one by one"),
-     (["--preset", "all", "--methods", "grpo"], "critic-lr has no effect")],
+     (["--preset", "all", "--methods", "grpo"], "critic-lr has no effect"),
+     (["--results", ""], "--results is empty"), (["--results", __file__], "is a file, not a folder"),
+     (["--results", f"{__file__}/below"], "is a file, not a folder")],
 )  # fmt: skip
 def test_what_cannot_be_compared_is_refused_before_anything_runs(command, tmp_path, arguments, says):
     with pytest.raises(ValueError, match=says):

@@ -16,6 +16,7 @@ from sao_jax.runtime.checkpoints import Checkpoints
 from sao_jax.runtime.collector import DeadGroupsError
 from sao_jax.runtime.config import RunConfig
 from sao_jax.runtime.inspect import open_segments, read_trajectories
+from sao_jax.runtime.ledger import Ledger
 from sao_jax.runtime.metrics import read_metrics
 from sao_jax.runtime.run import Run
 from sao_jax.runtime.signals import Interrupted
@@ -430,6 +431,27 @@ def test_neighbours_train_on_everything_they_are_given(tmp_path, flags):
     assert all(np.isfinite(line["actor/pg_loss"]) for line in updates_of(record))
     if "train_tasks" in flags:
         assert len({t.task for t in record.trajectories.values()}) == 3
+
+
+def test_spo_knows_of_the_newest_update_also_after_a_stop(tmp_path):
+    """Each batch's advantages are taken at the KL of all updates before it, summed; a resume goes on from there."""
+
+    def check():
+        with Ledger(tmp_path / "ledger.sqlite", read_only=True) as ledger:
+            if len(list(ledger.events(kinds=("update",)))) >= 3:
+                raise Interrupted(15)
+
+    flags = dict(baseline="spo", train_tasks=3, lr=3e-2, kl_target=10.0, max_staleness=0)
+    config = RunConfig(**BASE | flags).resolved()
+    with pytest.raises(Interrupted):
+        train(config, tmp_path, SilentDisplay(), check=check)
+    train(config, tmp_path, SilentDisplay(), resume=True)
+    record = Record(tmp_path)
+    lines = updates_of(record)
+    moved = [line["actor/kl_after"] / (1 + line["async/staleness_mean"]) for line in lines]
+    assert min(moved[:2]) > 1e-3, "or the test could not fail"
+    known = [payload["drift"] for payload in record.of_kind("update")]
+    assert known == pytest.approx([sum(moved[:k]) for k in range(len(moved))], rel=1e-4)
 
 
 def test_simulated_environment_times_are_paid_on_the_clock_and_not_slept_through(tmp_path):
