@@ -223,7 +223,8 @@ class Loop(Effects):
         self._settle_drift()
         self._collector.drift = self.metrics.drift
         with self.run.ledger.transaction():
-            self._write_schedule()
+            if ended or self._seams or last:
+                self._write_schedule()
             self._store_seams()
             for item in ended:
                 if isinstance(item, Failure):
@@ -238,6 +239,11 @@ class Loop(Effects):
         return todo
 
     def _write_schedule(self) -> None:
+        """Before whatever it came before.
+
+        Alone it is not worth a commit, which waits for the disk: while trajectories are held for staleness, every turn
+        looks for what may go, and most find nothing.
+        """
         for kind, payload in self._schedule:
             self.run.ledger.record(kind, payload)
         self._schedule.clear()
@@ -319,6 +325,7 @@ class Loop(Effects):
         todo: list[tuple[int, str, Any]] = []
 
         def record(kind, payload):
+            self._write_schedule()
             todo.append((self.run.ledger.record(kind, payload), kind, payload))
 
         learner, arrival = self.run.learner, self.config.critic_update == "arrival"
@@ -337,6 +344,7 @@ class Loop(Effects):
             t = item.trajectory
             stale = staleness(self._version, t.oldest_version, int(t.version.max()))
             if stale > self.config.max_staleness and self.config.over_stale == "drop":
+                self._write_schedule()
                 self._drop(t.rollout, "stale")
                 self._decided(self._collector.lose(t.group))
                 continue

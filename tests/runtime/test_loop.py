@@ -17,6 +17,7 @@ from sao_jax.runtime.collector import DeadGroupsError
 from sao_jax.runtime.config import RunConfig
 from sao_jax.runtime.inspect import open_segments, read_trajectories
 from sao_jax.runtime.ledger import Ledger
+from sao_jax.runtime.loop import Loop
 from sao_jax.runtime.metrics import read_metrics
 from sao_jax.runtime.run import Run
 from sao_jax.runtime.signals import Interrupted
@@ -201,6 +202,23 @@ def test_forced_staleness_is_reached_once_the_pipeline_is_full(tmp_path, age):
     assert settled
     assert min(settled) >= age
     assert record.counts["trained"] == 48
+
+
+@pytest.mark.slow
+def test_turns_that_find_nothing_old_enough_write_nothing(tmp_path, monkeypatch):
+    digest, written = Loop._digest, []
+
+    def watched(loop, ended, *, idle):
+        held, before = loop._collector.held + len(loop._ready), loop.run.ledger.last_position()
+        todo = digest(loop, ended, idle=idle)
+        if held and not ended and not todo and not loop.finishing:
+            written.append(loop.run.ledger.last_position() - before)
+        return todo
+
+    monkeypatch.setattr(Loop, "_digest", watched)
+    run(tmp_path, forced_staleness=3, rollouts=48, task="tiny:turns=4")
+    assert written
+    assert not any(written), "a commit waits for the disk"
 
 
 @pytest.mark.slow
