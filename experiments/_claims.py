@@ -112,14 +112,14 @@ def update_latency(asked: Request) -> Measured:
     the median over its trajectories, of a run the median over its updates; the 99 % quantile over them in the notes."""
     cells = _cells("dis-vs-grpo", ("sao", "grpo"), asked)
     a, b, seeds = _paired(cells, "sao", "grpo", lambda c: c.health["latency"])
-    late = _paired(cells, "sao", "grpo", lambda c: c.health["latency_p99"])
+    *late, _ = _paired(cells, "sao", "grpo", lambda c: c.health["latency_p99"])
     effect = mean_interval([y / x for x, y in zip(a, b, strict=True)])
     notes = {
         f"{method}, updates of a run, p50 / p99 [s]": [
             round(statistics.fmean(middle), 2),
             round(statistics.fmean(p), 2),
         ]
-        for method, middle, p in zip(("sao", "grpo"), (a, b), late, strict=False)
+        for method, middle, p in zip(("sao", "grpo"), (a, b), late, strict=True)
     }
     return Measured(effect, statistics.fmean(a), statistics.fmean(b), seeds, _sizes(cells), notes, null=1.0)
 
@@ -130,15 +130,7 @@ def value_error(asked: Request) -> Measured:
     import jax.numpy as jnp
 
     from sao_jax.models.critic import critic_outputs
-    from sao_jax.runtime.devices import data_mesh
-    from sao_jax.runtime.run import (
-        family_and_context,
-        make_agents,
-        make_engine,
-        make_learner,
-        read_config,
-        restored_state,
-    )
+    from sao_jax.runtime.run import make_agents, read_config, restored_engine
     from sao_jax.runtime.value_error import prefixes, runner, value_errors
 
     quick, check = asked.quick, asked.check
@@ -155,15 +147,9 @@ def value_error(asked: Request) -> Measured:
             flags |= dict(env_seconds=0.1, init_from=str(start.resolve()))
             must(finish_run(folder, flags, check))
             config = read_config(folder)
-            family, context = family_and_context(config)
-            learner = make_learner(config, family, context, data_mesh(config.devices))
-            state, version = restored_state(folder, learner)
-            engine = make_engine(config, family, context, learner.published_policy(), learner.mesh)
-            engine.publish(state["policy"], version)
+            engine, family, context, state, _ = restored_engine(config, folder)
             agents = make_agents(config, family, context, engine)
-            outputs = jax.jit(
-                lambda params, tokens, model=learner.programs.config: critic_outputs(model, params, tokens)
-            )
+            outputs = jax.jit(lambda params, tokens, model=engine.config: critic_outputs(model, params, tokens))
 
             def critic(chosen, state=state, outputs=outputs, context=context):
                 rows = np.zeros((len(chosen), context), np.int32)
