@@ -47,8 +47,8 @@ class Instance:
 class TaskFamily:
     """A source of instances; see the module's text for what a subclass writes.
 
-    The split of a problem is decided by a hash of the problem itself: whatever is drawn for training is no test
-    problem, for any index. `test_share` of all problems are test problems.
+    The split of a problem is decided by a hash of its `split_key`: what has been drawn for training is no test problem,
+    for any index. `test_share` of all keys belong to test problems.
     """
 
     name: str
@@ -70,6 +70,10 @@ class TaskFamily:
         """The answer to the last of `actions` (at least one). No text that a policy can write may raise."""
         raise NotImplementedError
 
+    def split_key(self, problem: Any) -> Any:
+        """What training and test problems must not share; the whole problem, unless some of it is mere presentation."""
+        return problem
+
     def expert(self, problem: Any, actions: Sequence[str], rng: random.Random) -> str:
         """The action an expert takes after `actions`. Every call of one attempt gets `rng` in the same state."""
         raise NotImplementedError(f"task {self.name!r} has no scripted expert")
@@ -89,7 +93,7 @@ class TaskFamily:
         return Environment(self)
 
     def _is_test(self, problem: Any) -> bool:
-        digest = hashlib.sha256(f"{self.name}/{canonical(problem)}".encode()).digest()
+        digest = hashlib.sha256(f"{self.name}/{canonical(self.split_key(problem))}".encode()).digest()
         return int.from_bytes(digest[:8], "big") < self.test_share * 2**64
 
 

@@ -123,6 +123,10 @@ class Repair(TaskFamily):
             if problem is not None:
                 return problem
 
+    def split_key(self, problem: Problem) -> tuple[str, ...]:
+        """The repository: the same one with other tests, or with another bug, has the same repair to learn by heart."""
+        return problem.right
+
     def prompt(self, problem: Problem) -> str:
         if not problem.told:
             return "fail?"
