@@ -51,12 +51,13 @@ class RunConfig:
     """Rollouts per task instance: 1, or the group size of a group baseline."""
     train_tasks: int | None = None
     """Distinct training instances, taken in turn (default: no instance is seen twice)."""
+    forced_staleness: int | None = None
+    """Stress test: finished trajectories are held until they are this many versions old, and S is that;
+    0: every batch is sampled with the newest weights."""
     max_staleness: int | None = None
     """S: at most (S + 1) x batch rollouts are admitted and not yet trained (1)."""
     over_stale: Literal["train", "drop", "wait"] = "train"
     """A trajectory older than S all the same is trained under the band, dropped, or waited for."""
-    forced_staleness: int | None = None
-    """Stress test: finished trajectories are held until they are this many versions old."""
     kv_after_swap: Literal["keep", "recompute"] = "keep"
     """What happens to the KV cache of unfinished rows when new weights arrive."""
     concurrency: int | Literal["auto"] | None = None
@@ -250,6 +251,8 @@ class RunConfig:
         if (self.baseline or preset["baseline"]) != "critic":
             preset = {k: v for k, v in preset.items() if k not in CRITIC_ONLY}
         values = {k: v for k, v in preset.items() if getattr(self, k) is None}
+        if self.forced_staleness is not None:
+            values["max_staleness"] = self.forced_staleness
         if self.eps_high is not None or self.band is not None:
             for name in ("band", "eps_low", "eps_high"):
                 values.pop(name, None)

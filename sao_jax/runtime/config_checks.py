@@ -51,6 +51,7 @@ def check_effects(config: "RunConfig") -> None:
         ("worker_timeout", config.workers > 0, "--workers"),
         ("backend", config.workers > 0, "--workers"),
         ("row_tokens", config.context_window is None, "whole contexts in the sampler, not --context-window"),
+        ("max_staleness", config.forced_staleness is None, "a staleness that is not forced"),
         ("micro_rows", not arrival, "--critic-update batch"),
         ("row_buckets", not config.pack, "a row for each trajectory, not --pack"),
         ("pack", not arrival, "--critic-update batch: a critic that steps on every arrival has one at a time"),
@@ -83,7 +84,7 @@ def check_values(config: "RunConfig") -> None:
     """Raises ValueError naming the first flag of a resolved configuration that is out of range."""
     at_least = {
         "rollouts": 0, "batch_size": 1, "slots": 1, "burst": 1, "publish_every": 1, "env_workers": 1, "max_attempts": 1,
-        "segment_steps": 1, "max_staleness": 0, "forced_staleness": 0, "warm_start_steps": 0, "warm_start_batch": 1,
+        "segment_steps": 1, "forced_staleness": 0, "max_staleness": 0, "warm_start_steps": 0, "warm_start_batch": 1,
         "demonstrations": 1, "preheat_rollouts": 0, "preheat_epochs": 1, "num_critic_only_steps": 0,
         "critic_steps_per_actor": 1, "n_samples_per_prompt": 1, "eval_every": 0, "eval_tasks": 1, "checkpoint_every": 1,
         "keep_checkpoints": 1, "lr_warmup": 0, "micro_rows": 1, "devices": 1, "max_dead_groups": 1, "max_tokens": 2,

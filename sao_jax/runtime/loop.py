@@ -158,7 +158,7 @@ class Loop(Effects):
         """Rollouts that may still be admitted under the staleness bound."""
         if self._collecting:
             return self.limit
-        bound = max(self.config.max_staleness, self.config.forced_staleness or 0)
+        bound = self.config.max_staleness if self.config.forced_staleness is None else self.config.forced_staleness
         waiting = self._collector.held + len(self._ready) + len(self._restarts) + len(self._batch)
         # While weights are on their way to other processes, new attempts would begin with older ones.
         behind = max(0, self._published - self.run.agents.version)

@@ -214,6 +214,7 @@ def test_negative_counts_are_errors(name):
         (dict(baseline="rloo", n_samples_per_prompt=1), "needs groups of at least 2"),
         (dict(preset="grpo", batch_size=12), "not a multiple of --n-samples-per-prompt 8"),
         (dict(baseline="batch_mean", batch_size=1), "needs --batch-size of at least 2"),
+        (dict(forced_staleness=1, max_staleness=2), "--max-staleness has no effect here"),
         (dict(forced_staleness=1, over_stale="drop"), "--over-stale must be train"),
         (dict(forced_staleness=1, over_stale="wait"), "--over-stale must be train"),
         (dict(temperature=0.0), "--temperature is 0.0; it must be above 0"),

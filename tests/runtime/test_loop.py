@@ -205,6 +205,13 @@ def test_forced_staleness_is_reached_once_the_pipeline_is_full(tmp_path, age):
 
 
 @pytest.mark.slow
+def test_forced_to_0_every_token_is_of_the_newest_weights(tmp_path):
+    _, record, _ = run(tmp_path, forced_staleness=0, rollouts=24)
+    assert record.counts["trained"] == len(record.staleness) == 24
+    assert set(record.staleness) == {0}
+
+
+@pytest.mark.slow
 def test_turns_that_find_nothing_old_enough_write_nothing(tmp_path, monkeypatch):
     digest, written = Loop._digest, []
 
