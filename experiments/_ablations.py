@@ -51,6 +51,8 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "sao clip": SAO | dict(outside="clip"),
     "sao mask": SAO | dict(outside="mask"),
     "sao mask_sign": SAO | dict(outside="mask_sign"),
+    "sao mask .2-4": SAO | dict(outside="mask", band="0.2,4"),
+    "sao mask_sign .2-4": SAO | dict(outside="mask_sign", band="0.2,4"),
     "sao lower mask": SAO | dict(outside="mask", band="0.2,1e9"),
     "sao upper mask": SAO | dict(outside="mask", band="0,4"),
     "sao targets dis": SAO | dict(critic_targets="dis"),
@@ -61,6 +63,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "grpo": GRPO,
     "grpo synchronous": GRPO | dict(max_staleness=0),
     "grpo dis": GRPO | dict(policy_loss="dis", outside="clip", band="0.1,10", kl="smooth"),
+    "grpo dual clip": GRPO | dict(dual_clip=3.0),
     "dr.grpo": GRPO | dict(baseline="dr_grpo"),
     "rloo": GRPO | dict(baseline="rloo"),
     "ppo": SAO | dict(preset="grpo", baseline="critic"),
@@ -99,8 +102,8 @@ PRESETS: Mapping[str, Preset] = {
         (
             "sao", "sao batch mean", "sao running mean", "sao K=1", "sao attention free", "sao lambda .95",
             "sao lambda 1", "sao all tokens", "sao no preheating", "sao no band", "sao targets dis",
-            "sao critic on arrival", "sao paper", "grpo", "dr.grpo", "rloo", "ppo", "reinforce", "spo", "gspo",
-            "cispo", "icepop", "decoupled ppo", "a-3po", "truncated is", "sequence mask",
+            "sao critic on arrival", "sao paper", "grpo", "grpo dual clip", "dr.grpo", "rloo", "ppo", "reinforce",
+            "spo", "gspo", "cispo", "icepop", "decoupled ppo", "a-3po", "truncated is", "sequence mask",
         ),
     ),
     "staleness": Preset(
@@ -111,7 +114,10 @@ PRESETS: Mapping[str, Preset] = {
     ),
     "rate": Preset(("sao", "sao no band", "grpo", "reinforce"), grid={"lr": (3e-4, 1e-3, 3e-3)}),
     "band": Preset(
-        ("sao clip", "sao mask", "sao mask_sign", "sao lower mask", "sao upper mask", "sao no band"),
+        (
+            "sao clip", "sao mask", "sao mask_sign", "sao mask .2-4", "sao mask_sign .2-4", "sao lower mask",
+            "sao upper mask", "sao no band",
+        ),
         grid={"forced_staleness": (4, 16), "lr": (3e-4, 1e-3)},
         flags=SHORT | dict(kl="off"),
         budget=2048,
@@ -119,7 +125,7 @@ PRESETS: Mapping[str, Preset] = {
     ),
     "kl": Preset(
         ("sao", "sao kl measured", "sao kl penalty"),
-        grid={"forced_staleness": (0, 4)},
+        grid={"forced_staleness": (0, 4), "lr": (3e-4, 3e-3)},
         flags=SHORT,
         budget=2048,
         reference="sao kl measured",

@@ -34,14 +34,16 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """`reported` and `reported_baseline` are the two sides as reported, `effect` the difference or share in `unit`."""
+    """`reported` and `reported_baseline` are the two sides as reported, `effect` is what lies between them, in `unit`;
+    None: no number was reported. `measured_in`: the unit of the two sides as measured."""
 
     text: str
     reported: float | None
     reported_baseline: float | None
-    effect: float
+    effect: float | None
     unit: str
     measure: Callable[..., Measured]
+    measured_in: str = ""
 
 
 def must(error: str) -> None:

@@ -71,5 +71,6 @@ CLAIMS = {
         100 * (1 - 800 / 1200),
         "% less memory",
         checkpointing,
+        "MiB",
     ),
 }

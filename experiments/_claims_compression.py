@@ -93,6 +93,6 @@ def within(cost: dict[str, Any]) -> bool:
 
 CLAIMS = {
     "compression": Claim(
-        "memory of a long history, latent keys and values", 40.0, 100.0, 60.0, "% less memory", compression
+        "memory of a long history, latent keys and values", 40.0, 100.0, 60.0, "% less memory", compression, "%"
     )
 }

@@ -116,8 +116,8 @@ def dynamic_length(asked: Request) -> Measured:
 
 
 CLAIMS = {
-    "value-guided": Claim("the critic picks each action by what follows it, at equal sampled tokens", None, None, 0.0,
-                          "points", value_guided),
-    "dynamic-length": Claim("the critic decides how long to go on, at equal sampled tokens", None, None, 0.0, "points",
-                            dynamic_length),
+    "value-guided": Claim("the critic picks each action by what follows it, at equal sampled tokens", None, None, None,
+                          "points", value_guided, "%"),
+    "dynamic-length": Claim("the critic decides how long to go on, at equal sampled tokens", None, None, None, "points",
+                            dynamic_length, "%"),
 }  # fmt: skip

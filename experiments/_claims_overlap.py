@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from experiments._ablations import GRPO, NO_CRITIC, SAO
-from experiments._claim import Measured, Request, must
+from experiments._claim import Interval, Measured, Request, must
 from experiments.ablate import finish_run, warm_flags, warm_folder
-from sao_jax.report.intervals import mean_interval
+from sao_jax.report.intervals import mean_interval, ratio_interval
 from sao_jax.runtime.ledger import Event, Ledger
 from sao_jax.runtime.metrics import read_metrics
 
@@ -107,7 +107,9 @@ def quantiles(runs: Sequence[Overlap]) -> dict[str, list[float]]:
     }  # fmt: skip
 
 
-def _sides(asked: Request, figure: str, effect: Callable[[float, float], float], null: float) -> Measured:
+def _sides(
+    asked: Request, figure: str, effect: Callable[[list[float], list[float]], Interval], null: float
+) -> Measured:
     found, seeds, sizes = overlap(asked)
     notes = {
         f"{side}, sigma {sigma:g}": {
@@ -117,16 +119,16 @@ def _sides(asked: Request, figure: str, effect: Callable[[float, float], float],
     }  # fmt: skip
     ours, theirs = ([run.figures[figure] for run in found[side, SIGMA_REPORTED]] for side in ("single", "groups"))
     return Measured(
-        mean_interval([effect(a, b) for a, b in zip(ours, theirs, strict=True)]),
+        effect(ours, theirs),
         statistics.median(ours), statistics.median(theirs), seeds, sizes | {"sigma": SIGMA_REPORTED}, notes, null,
     )  # fmt: skip
 
 
 def utilization(asked: Request) -> Measured:
     """Points by which devices are busier with single trajectories than with synchronous groups of 8."""
-    return _sides(asked, "utilization", lambda a, b: a - b, 0.0)
+    return _sides(asked, "utilization", lambda a, b: mean_interval([x - y for x, y in zip(a, b, strict=True)]), 0.0)
 
 
 def throughput(asked: Request) -> Measured:
     """Samples per second with single trajectories over those with synchronous groups of 8."""
-    return _sides(asked, "samples/s", lambda a, b: a / b, 1.0)
+    return _sides(asked, "samples/s", lambda a, b: ratio_interval([x / y for x, y in zip(a, b, strict=True)]), 1.0)

@@ -19,7 +19,7 @@ from experiments._ablations import ENDLESS, SMALL
 from experiments._claim import Measured, Request
 from experiments.ablate import COMMAND, ROOT, arguments
 from sao_jax.envs.calculator import Calculator
-from sao_jax.report.intervals import mean_interval
+from sao_jax.report.intervals import mean_interval, ratio_interval
 from sao_jax.rollout.agents import Failure
 from sao_jax.runtime.config import RunConfig
 from sao_jax.runtime.ledger import Ledger, LedgerError
@@ -119,8 +119,7 @@ def scheduling_latency(asked: Request) -> Measured:
         for p in figures for i, name in enumerate(("p50 [ms]", "p99 [ms]", "decision p99 [ms]"))
     }  # fmt: skip
     return Measured(
-        # On the logarithm: ten times shorter and ten times longer lie equally far from the same.
-        effect=tuple(math.exp(x) for x in mean_interval(np.log(theirs[:, 1] / ours[:, 1]).tolist())),
+        effect=ratio_interval((theirs[:, 1] / ours[:, 1]).tolist()),
         value=float(np.median(ours[:, 1])),
         baseline=float(np.median(theirs[:, 1])),
         seeds=list(range(repetitions)),
@@ -351,10 +350,11 @@ def recovery(asked: Request) -> Measured:
     worst = max(found, key=lambda fault: max(max(case.values()) for case in found[fault]))
     seconds = [max(case.values()) for case in found[worst]]
     return Measured(
-        mean_interval([60.0 / s for s in seconds]),
+        ratio_interval([60.0 / s for s in seconds]),
         float(np.percentile(seconds, 95)),
         math.nan,
         list(range(repetitions)),
         {"workers": 2, "hung_s": HUNG_S, "worst": worst},
         notes,
+        null=1.0,
     )

@@ -10,7 +10,7 @@ from experiments._ablations import PRESETS
 from experiments._claim import Claim, Measured, Request
 from experiments.ablate import Flags as AblateFlags
 from experiments.ablate import compare, plan
-from sao_jax.report.intervals import mean_interval
+from sao_jax.report.intervals import mean_interval, ratio_interval
 from sao_jax.report.recall import recall_by_distance
 
 # (task, held-out instances): lengths are tried from the shortest on, until one has no success.
@@ -63,17 +63,17 @@ def proof_length(asked: Request) -> Measured:
             if rate == 0:
                 break
         longest[method].append(float(longest_proof(found)))
-    # A seed on which GRPO proves nothing has no ratio.
-    ratios = [a / b for a, b in zip(longest["sao"], longest["grpo"], strict=True) if b]
+    # A seed on which one of the two proves nothing has no ratio.
+    ratios = [a / b for a, b in zip(longest["sao"], longest["grpo"], strict=True) if a and b]
     if not ratios:
-        raise ValueError("GRPO found no proof on any seed, so there is nothing to compare with")
+        raise ValueError("on no seed have both found a proof, so there is nothing to compare")
     count = len(longest["sao"])
     # A length that was not tried, since a shorter one had no success, counts as none.
     notes = {name: round(sum(rates) / count, 1) for name, rates in success.items()}
     notes |= {f"{m}: longest proof, steps": found for m, found in longest.items()}
     means = [statistics.fmean(longest[m]) for m in METHODS]
     sizes = {"trained_on": PRESETS["proof"].flags["task"], "rollouts": PRESETS["proof"].budget}
-    return Measured(mean_interval(ratios), *means, sorted(set(seeds)), sizes, notes, null=1.0)
+    return Measured(ratio_interval(ratios), *means, sorted(set(seeds)), sizes, notes, null=1.0)
 
 
 def dialogue(asked: Request) -> Measured:
@@ -104,6 +104,8 @@ def dialogue(asked: Request) -> Measured:
 
 
 CLAIMS = {
-    "proof-length": Claim("longest proof found, every step checked", None, None, 3.0, "times as long", proof_length),
+    "proof-length": Claim(
+        "longest proof found, every step checked", None, None, 3.0, "times as long", proof_length, "steps"
+    ),
     "dialogue": Claim("satisfaction of the user of a long dialogue", None, None, 22.0, "% more", dialogue),
 }

@@ -44,7 +44,8 @@ def main(stop) -> None:
         for name, claim in CLAIMS.items():
             reported = "" if claim.reported is None else f" ({claim.reported:g}"
             reported += "" if claim.reported_baseline is None else f" against {claim.reported_baseline:g}"
-            print(f"{name:20}{claim.text}: {claim.effect:.3g} {claim.unit}{reported}{')' if reported else ''}")
+            effect = "" if claim.effect is None else f": {claim.effect:.3g} {claim.unit}"
+            print(f"{name:20}{claim.text}{effect}{reported}{')' if reported else ''}")
         return
     results = _cli.results_folder(flags.results)
     if flags.seeds is not None and flags.seeds < 1:
@@ -86,11 +87,12 @@ def measure(name: str, asked) -> dict:
     m = claim.measure(asked)
     line = {
         "claim": name,
-        "reported": claim.reported,
+        "reported": claim.effect if claim.reported is None else claim.reported,
         "reported_baseline": claim.reported_baseline,
-        "reported_effect": round(claim.effect, 2),
+        "reported_effect": None if claim.effect is None else round(claim.effect, 2),
         "measured": m.value,
         "measured_baseline": m.baseline,
+        "measured_in": claim.measured_in,
         "effect": m.effect[0],
         "interval": m.effect[1:],
         "unit": claim.unit,
@@ -128,12 +130,12 @@ def table(results: pathlib.Path, quick: bool) -> str:
         if not path.exists():
             continue
         r = json.loads(path.read_text())
-        reported = f"{r['reported_effect']:g} {r['unit']}"
+        reported = CLAIMS[name].text if r["reported_effect"] is None else f"{r['reported_effect']:g} {r['unit']}"
         if r["reported"] is not None and r["reported_baseline"] is not None:
             reported = f"{r['reported']:g} vs {r['reported_baseline']:g} ({reported})"
         low, high = r["interval"]
         between = "" if low is None or high is None else f" [{low:.1f}, {high:.1f}]"
-        measured = f"{number(r['measured'])} vs {number(r['measured_baseline'])}"
+        measured = f"{number(r['measured'])} vs {number(r['measured_baseline'])} {CLAIMS[name].measured_in}".rstrip()
         effect = f"{r['effect']:.1f}{between} {r['unit']}"
         lines.append((f"`{name}`", reported, measured, effect, r["reproduced"], len(r["seeds"])))
     return "\n".join("| " + " | ".join(str(x) for x in line) + " |" for line in lines) + "\n"

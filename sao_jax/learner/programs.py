@@ -389,14 +389,15 @@ class Programs:
             kl = sums["kl"] / jnp.maximum(measured, 1.0)
             metrics = sums | {"policy_grad_norm": norm, "kl_before": kl, "smooth_fraction": jnp.ones(())}
             scalars = dict(scalars)
+            kl_of = functools.partial(self._mean_kl, buffer=buffer, filled=filled)
             if self.choices.kl == "smooth":
-                kl_of = functools.partial(self._mean_kl, buffer=buffer, filled=filled)
                 policy, metrics["smooth_fraction"], metrics["kl_after"], _ = smooth_update_with_kl(
                     policy, proposed, kl_of, target=numbers["kl_target"], old_kl=kl
                 )
             else:
                 policy = proposed
             if self.choices.kl == "penalty":
+                metrics["kl_after"] = kl_of(policy)
                 scalars["kl_coef"] = update_kl_coefficient(
                     scalars["kl_coef"], kl, target=numbers["kl_target"], step_size=numbers["kl_step"]
                 )

@@ -10,6 +10,9 @@ import jax.numpy as jnp
 # matrix units. The backward pass has about three arrays of this size.
 MAX_LOGITS_CPU = 2**22
 MAX_LOGITS_ACCELERATOR = 2**27
+# Where only some tokens are asked for: this many chunks, of which those without any are skipped. Putting these tokens
+# together and computing logits again costs more than that saves where the vocabulary or the number of tokens is small.
+LIVE_CHUNKS, LIVE_CHUNK, LIVE_VOCABULARY = 8, 128, 1024
 
 
 def token_logprobs(
@@ -32,7 +35,8 @@ def token_logprobs(
       targets_N: token ids in [0, V).
       temperature_N: positive; a scalar is allowed. Greedy tokens (temperature 0) have no log-prob here.
       chunk: tokens whose logits exist at the same time, forward and backward; logits of a chunk are computed again in
-        the backward pass. None: all N where N * V is small, else as many as fit the limits above.
+        the backward pass. None: all N where N * V is small, else as many as fit the limits above; with live_N and a
+        vocabulary of 1,024 or more at most an eighth of N, or 128.
       live_N: bool; tokens that nobody asks for otherwise, such as observations. Where there are several chunks the live
         tokens are put together first and chunks without any are skipped, so that the cost follows the live tokens; what
         is returned for others has no meaning.
@@ -44,6 +48,8 @@ def token_logprobs(
     if chunk is None:
         budget = MAX_LOGITS_CPU if jax.default_backend() == "cpu" else MAX_LOGITS_ACCELERATOR
         chunk = max(1, budget // V)
+        if live_N is not None and V >= LIVE_VOCABULARY:
+            chunk = min(chunk, max(LIVE_CHUNK, -(-N // LIVE_CHUNKS)))
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be at least 1")
     temperature_N = jnp.broadcast_to(jnp.asarray(temperature_N, jnp.float32), (N,))

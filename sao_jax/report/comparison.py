@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from sao_jax.report.intervals import mean_interval
+from sao_jax.report.intervals import mean_interval, ratio_interval
 from sao_jax.report.run_folder import finite, of_stage, read_json, read_run, series, values
 
 NEAR = 0.95  # of the reference's final mean: the level that steps are counted to
@@ -30,6 +30,9 @@ HEALTH = {
     "kl": ("rollout_corr/kl",),
     "staleness": ("async/staleness_mean",),
 }
+# Over all updates of a run: share of the step that the KL bound left, share of updates that ended within the bound
+# (before the step, where that is all that was measured), seconds to publication.
+MORE = ("step_taken", "kl_within", "latency")
 
 # Shares of tokens by side of the band and sign of their advantage: what a rule does to them depends on both.
 OUTSIDE = {
@@ -42,8 +45,8 @@ OUTSIDE = {
 @dataclasses.dataclass(frozen=True)
 class Cell:
     """One run of a comparison. `rollouts`, `clock`, `success`: its held-out curve, of which `measured` points are
-    evaluations; `health`: means over the last updates, of a run that collapsed over the last ones before its fall;
-    `outside`: means over all updates before it."""
+    evaluations; `health`: means over the last updates, of a run that collapsed over the last ones up to its fall;
+    `outside`: means over all updates up to it."""
 
     method: str
     point: Mapping[str, Any]
@@ -118,12 +121,13 @@ def read_cell(folder: Path, method: str, point: Mapping[str, Any], seed: int, er
     if not error and not (folder / "evaluation.json").exists():
         cell = dataclasses.replace(cell, error="not finished")
     fell = cell.fell_at
-    seen = [u for u in updates if fell is None or (finite(u.get("clock_s")) or 0.0) < clock[max(fell - 1, 0)]]
+    seen = [u for u in updates if fell is None or (finite(u.get("clock_s")) or 0.0) < clock[fell]]
     health = {}
     for name, keys in HEALTH.items():
         parts = [values(seen[-LATEST:], key) for key in keys]
         health[name] = float(sum(p.mean() for p in parts)) if all(len(p) for p in parts) else math.nan
     outside = {name: mean_of_known(values(seen, key).tolist()) for name, key in OUTSIDE.items()}
+    health["step_taken"] = mean_of_known(values(updates, "actor/smooth_fraction").tolist())
     health["kl_within"] = float(np.mean([_kl(u) <= KL_TARGET for u in updates])) if updates else math.nan
     latency = values(updates, "async/publish_latency_s")
     for name, percent in (("latency", 50), ("latency_p99", 99)):
@@ -197,6 +201,8 @@ def rows(cells: Sequence[Cell], reference: str) -> list[dict[str, Any]]:
         pairs = [(c, against[c.seed]) for c in group if c.seed in against]
         level = NEAR * float(np.mean([c.final for c in against.values()])) if against else math.nan
         reached = [c.reaches(level) for c in group]
+        # Where the reference itself ends no higher than runs begin, there is no way to go.
+        begun = bool(np.mean([c.success[0] for c in group]) < level)
         fell = [float(c.rollouts[c.fell_at]) for c in group if c.fell_at is not None]
         row = {
             "method": label,
@@ -205,7 +211,7 @@ def rows(cells: Sequence[Cell], reference: str) -> list[dict[str, Any]]:
             "area": mean_interval([c.area for c in group]),
             "level": level,
             # A run that never gets there counts as later than all that do: the median may be "not reached".
-            "steps": float(np.median([math.inf if r is None else r for r in reached])),
+            "steps": float(np.median([math.inf if r is None else r for r in reached])) if begun else math.nan,
             "reached": sum(r is not None for r in reached),
             "collapsed": len(fell),
             "fell": float(np.median(fell)) if fell else math.nan,
@@ -219,9 +225,7 @@ def rows(cells: Sequence[Cell], reference: str) -> list[dict[str, Any]]:
         if pairs and group[0].method != reference:
             row["effect"] = mean_interval([c.final - r.final for c, r in pairs])
             row["effect_at_clock"] = mean_interval([c.at(equal_clock) - r.at(equal_clock) for c, r in pairs])
-            # On the logarithm: half as long and twice as long lie equally far from the same.
-            logs = mean_interval([math.log(c.clock[-1] / r.clock[-1]) for c, r in pairs])
-            row["clock_ratio"] = tuple(math.exp(x) for x in logs)
+            row["clock_ratio"] = ratio_interval([c.clock[-1] / r.clock[-1] for c, r in pairs])
         found.append(row)
     return found
 
@@ -243,6 +247,7 @@ def runs_csv(cells: Sequence[Cell]) -> str:
         "clock_s",
         "wall_s",
         "collapsed_at",
+        *MORE,
         *HEALTH,
         *OUTSIDE,
         "error",
@@ -252,7 +257,7 @@ def runs_csv(cells: Sequence[Cell]) -> str:
         fell = c.fell_at
         ends = [c.rollouts[-1], c.clock[-1]] if len(c.success) else [math.nan, math.nan]
         figures = [c.final, c.n, c.area, c.training, *ends, c.wall_s, "" if fell is None else c.rollouts[fell]]
-        figures += [c.health.get(k, math.nan) for k in HEALTH] + [c.outside.get(k, math.nan) for k in OUTSIDE]
+        figures += [c.health.get(k, math.nan) for k in (*MORE, *HEALTH)] + [c.outside.get(k, math.nan) for k in OUTSIDE]
         plain = [f"{x:.6g}" if isinstance(x, float) else x for x in figures]
         writer.writerow([c.method, *(c.point.get(p, "") for p in points), c.seed, *plain, c.error])
     return out.getvalue()

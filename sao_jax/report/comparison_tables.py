@@ -43,7 +43,7 @@ def summary(cells: Sequence[Cell], reference: str, budget: str = "both") -> str:
         body = [
             (
                 r["method"], r["seeds"], percent(r["final"]), percent(r["area"]),
-                f"{_count(r['steps'])} ({r['reached']}/{r['seeds']})", _fallen(r), points(r.get("effect")),
+                _steps(r), _fallen(r), points(r.get("effect")),
             )
             for r in table
         ]  # fmt: skip
@@ -72,7 +72,7 @@ def summary(cells: Sequence[Cell], reference: str, budget: str = "both") -> str:
         for r in table
     ]  # fmt: skip
     out += [
-        f"## Health over the last {LATEST} updates (before the fall, where a run collapsed)",
+        f"## Health over the last {LATEST} updates (up to the fall, where a run collapsed)",
         "",
         _table(head, body),
     ]
@@ -117,8 +117,11 @@ def number(interval: Interval | None, digits: int) -> str:
     return f"{mean:.{digits}f}" + ("" if math.isnan(low) else f" [{low:.{digits}f}, {high:.{digits}f}]")
 
 
-def _count(x: float) -> str:
-    return "not reached" if math.isinf(x) or math.isnan(x) else f"{x:,.0f}"
+def _steps(row: Mapping[str, Any]) -> str:
+    if math.isnan(row["steps"]):
+        return "-"
+    count = "not reached" if math.isinf(row["steps"]) else f"{row['steps']:,.0f}"
+    return f"{count} ({row['reached']}/{row['seeds']})"
 
 
 def _fallen(row: Mapping[str, Any]) -> str:

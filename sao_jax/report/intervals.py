@@ -53,3 +53,15 @@ def mean_interval(sample: Sequence[float], confidence: float = 0.95) -> tuple[fl
         return mean, math.nan, math.nan
     half = float(stats.t.ppf((1 + confidence) / 2, n - 1)) * statistics.stdev(sample) / math.sqrt(n)
     return mean, mean - half, mean + half
+
+
+def ratio_interval(ratios: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
+    """`mean_interval` on the logarithm: half as much and twice as much lie equally far from the same.
+
+    Raises:
+      ValueError: a ratio that is not above 0.
+    """
+    if not all(r > 0 or math.isnan(r) for r in ratios):
+        raise ValueError(f"ratios are {list(ratios)}; all must be above 0")
+    mean, low, high = (math.exp(x) for x in mean_interval([math.log(r) for r in ratios], confidence))
+    return mean, low, high

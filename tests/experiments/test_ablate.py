@@ -195,7 +195,7 @@ def test_mean_interval_is_students():
     ("effect", "reported", "expected"),
     [((50, 40, 60), 58, "yes"), ((30, 10, 50), 58, "partly"), ((30, -1, 61), 58, "no"), ((-5, -9, -1), 58, "no"),
      ((70, 65, 75), 58, "yes"), ((0.5, 0.4, 0.6), 60, "no"), ((99, 98, 100), 100, "yes"),
-     ((60, math.nan, math.nan), 58, "yes")],
+     ((60, math.nan, math.nan), 58, "yes"), ((5, 1, 9), None, "yes"), ((5, -1, 9), None, "no")],
 )  # fmt: skip
 def test_verdicts(effect, reported, expected):
     null = {60: 1.0, 100: 90.0}.get(reported, 0.0)
@@ -215,8 +215,13 @@ def test_a_claims_record_has_its_keys_and_is_json(tmp_path):
             "command", "sizes", "seeds"}  # fmt: skip
     assert keys <= set(line)
     assert json.loads(json.dumps(line, allow_nan=False)) == line
-    assert 15 < line["effect"] < 85
-    assert line["interval"] == [None, None]
+    assert all(math.isfinite(x) for x in (line["effect"], *line["interval"]))
+    for share in (20, 40, 60, 80):  # by the compiler's count they are what is left out, up to what has no length
+        saved = line["notes"][f"{share}% observations, vocabulary 8,192: saved, %"]
+        assert saved["FLOPs of head, loss, recursion"] == pytest.approx(share, abs=1.5)
+        assert saved.keys() == {
+            "FLOPs of head, loss, recursion", "time of head, loss, recursion", "time of an update"
+        }  # fmt: skip
     assert "`action-only`" in claims.table(tmp_path, quick=True)
 
 
@@ -302,6 +307,27 @@ def test_an_update_whose_kl_is_no_number_is_not_within_the_bound(tmp_path):
     updates = [line("rl", i, clock_s=float(i), **keys) for i, keys in enumerate(kl)]
     c = read(tmp_path, [evaluation(0, 0.0, 0, 0.3), *updates, evaluation(5, 9.0, 64, 0.5)])
     assert c.health["kl_within"] == pytest.approx(2 / 5)
+
+
+def test_the_health_of_a_run_that_falls_at_once_is_that_of_its_fall(tmp_path):
+    updates = [line("rl", i, clock_s=float(i), **{"rollout_corr/ess": 1.0 - i / 10}) for i in range(1, 9)]
+    lines = [
+        evaluation(0, 0.0, 0, 0.8),
+        *updates[:4],
+        evaluation(4, 4.5, 256, 0.1),
+        *updates[4:],
+        evaluation(8, 8.5, 512, 0),
+    ]
+    c = read(tmp_path, lines)
+    assert c.fell_at == 1
+    assert c.health["ess"] == pytest.approx(1.0 - 2.5 / 10)
+
+
+def test_a_level_that_is_none_is_not_reached_at_the_start():
+    """GRPO ends below where all begin: every run is there at once, which says nothing."""
+    fallen = [cell(m, s, [0.4, 0.2, 0.1, 0.1]) for m in ("grpo", "sao") for s in range(2)]
+    assert all(math.isnan(r["steps"]) for r in comparison.rows(fallen, "grpo"))
+    assert "| - | 2 (at 200) |" in comparison_tables.summary(fallen, "grpo")
 
 
 def test_a_ratio_that_cannot_be_had_is_left_out(tmp_path):

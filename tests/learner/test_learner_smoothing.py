@@ -85,6 +85,15 @@ def test_the_divergence_is_over_the_rows_of_this_batch_only(smooth_learner):
     assert float(metrics["kl_after"]) == pytest.approx(kl_of(learner.state["policy"], rows), rel=1e-3)
 
 
+def test_the_divergence_after_a_step_is_known_with_a_penalty_too(penalty_learner):
+    learner = restart(penalty_learner, lr=0.3, kl_target=0.05)
+    rows = on_policy_rows(learner, 6)
+    metrics = put_all(learner, rows).update()
+    assert float(metrics["kl_before"]) == pytest.approx(0.0, abs=1e-5)
+    assert float(metrics["kl_after"]) == pytest.approx(kl_of(learner.state["policy"], rows), rel=1e-3)
+    assert float(metrics["kl_after"]) > 1e-3
+
+
 def test_penalty_coefficient_rises_above_the_target_and_never_falls_below_zero(penalty_learner):
     learner = restart(penalty_learner, lr=0.0, kl_target=0.05, kl_step=0.5)
     assert float(learner.state["kl_coef"]) == 0

@@ -203,6 +203,22 @@ def test_chunks_without_a_live_token_are_not_computed():
     assert np.isfinite(gradient).all()
 
 
+@pytest.mark.parametrize(("vocabulary", "skips"), [(1024, True), (1023, False)])
+def test_with_a_large_vocabulary_the_cost_follows_the_live_tokens(vocabulary, skips):
+    """Chunks that hold live tokens alone are scored: a NaN elsewhere is seen only if all are."""
+    live = jnp.arange(1024) % 8 == 3
+    hidden = jnp.where(live[:, None], 1.0, jnp.nan)
+    head = jnp.zeros((1, vocabulary))
+
+    def loss(head):
+        logp, _ = token_logprobs(hidden, head, jnp.zeros(1024, int), 1.0, live_N=live)
+        return jnp.where(live, logp, 0.0).sum()
+
+    value, gradient = jax.value_and_grad(loss)(head)
+    np.testing.assert_allclose(value, -128 * np.log(vocabulary), rtol=1e-5)
+    assert bool(np.isfinite(gradient).all()) == skips
+
+
 def test_entries_of_other_tokens_are_zero():
     tokens, live = jnp.arange(6)[None] % 3, jnp.array([[False, True, False, True, True, False]])
     hidden = jax.random.normal(jax.random.key(0), (1, 6, 3))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sao_jax.report.intervals import wilson
+from sao_jax.report.intervals import ratio_interval, wilson
 from sao_jax.report.text import duration, figure, number, printable
 
 
@@ -63,6 +63,15 @@ def test_numbers_are_short(value, text):
 )  # fmt: skip
 def test_durations_are_short(seconds, text):
     assert duration(seconds) == text
+
+
+def test_a_mean_ratio_and_its_inverse_are_inverses():
+    mean, low, high = ratio_interval([0.5, 2.0, 8.0])
+    half = 4.302653 * math.log(4.0) / math.sqrt(3)  # Student's t of two degrees; the logarithms lie log 4 apart
+    assert (mean, low, high) == pytest.approx((2.0, 2.0 * math.exp(-half), 2.0 * math.exp(half)))
+    assert ratio_interval([2.0, 0.5, 0.125]) == pytest.approx((1 / mean, 1 / high, 1 / low))
+    with pytest.raises(ValueError, match="must be above 0"):
+        ratio_interval([1.0, 0.0])
 
 
 def test_figures_are_named_as_they_are_read():
