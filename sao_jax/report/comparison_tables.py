@@ -87,6 +87,9 @@ def summary(cells: Sequence[Cell], reference: str, budget: str = "both") -> str:
         "Means over seeds with 95 % intervals (Student's t); effects are differences paired by seed. Collapsed: final "
         f"success under {COLLAPSE:.0%} of the run's best (at: median rollouts). In brackets behind rollouts: runs that "
         "reached the level within the budget. The clock of a run leaves out the wait for its last stragglers.",
+        "",
+        f"{len(cells)} runs, {sum(c.wall_s for c in cells if not math.isnan(c.wall_s)) / 60:,.0f} minutes of wall clock "
+        "added up, evaluations included.",
     ]
     return "\n".join(out) + "\n"
 

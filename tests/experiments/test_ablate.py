@@ -330,6 +330,11 @@ def test_a_level_that_is_none_is_not_reached_at_the_start():
     assert "| - | 2 (at 200) |" in comparison_tables.summary(fallen, "grpo")
 
 
+def test_the_summary_says_what_all_runs_took():
+    runs = [cell("sao", s, [0.2, 0.6], wall_s=w) for s, w in ((0, 90.0), (1, 30.0), (2, math.nan))]
+    assert "3 runs, 2 minutes of wall clock added up" in comparison_tables.summary(runs, "sao")
+
+
 def test_a_ratio_that_cannot_be_had_is_left_out(tmp_path):
     made = (("grpo", 0.0, ""), ("sao", 0.0, ""), ("grpo", 2.0, ""), ("sao", 2.0, "failed"))
     runs = [dataclasses.replace(cell(m, 0, [0.2, 0.6]), point={"env_sigma": s}, error=e) for m, s, e in made]
