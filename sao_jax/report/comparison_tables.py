@@ -33,6 +33,7 @@ def write(folder: Path, cells: Sequence[Cell], *, reference: str, budget: str = 
 def summary(cells: Sequence[Cell], reference: str, budget: str = "both") -> str:
     """The comparison as Markdown."""
     table = rows(cells, reference)
+    minutes = sum(c.wall_s for c in cells if not math.isnan(c.wall_s)) / 60
     out = []
     has_curves = any(c.has_curve for c in cells)
     if has_curves and budget in ("rollouts", "both"):
@@ -88,8 +89,7 @@ def summary(cells: Sequence[Cell], reference: str, budget: str = "both") -> str:
         f"success under {COLLAPSE:.0%} of the run's best (at: median rollouts). In brackets behind rollouts: runs that "
         "reached the level within the budget. The clock of a run leaves out the wait for its last stragglers.",
         "",
-        f"{len(cells)} runs, {sum(c.wall_s for c in cells if not math.isnan(c.wall_s)) / 60:,.0f} minutes of wall clock "
-        "added up, evaluations included.",
+        f"{len(cells)} runs, {minutes:,.0f} minutes of wall clock added up, evaluations included.",
     ]
     return "\n".join(out) + "\n"
 
