@@ -11,6 +11,7 @@ import dataclasses
 import os
 import re
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -34,26 +35,27 @@ class TrajectoryStore:
     Args:
       folder: made if absent.
       shard_bytes: a record that would grow the current shard beyond this starts the next one.
-      sync: also wait until the disk has the bytes (survives power loss, not only a killed process).
     """
 
-    def __init__(self, folder: str | os.PathLike, *, shard_bytes: int = 64 << 20, sync: bool = False):
+    def __init__(self, folder: str | os.PathLike, *, shard_bytes: int = 64 << 20):
         if shard_bytes < 1:
             raise ValueError(f"shard_bytes is {shard_bytes}; it must be at least 1")
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._shard_bytes = shard_bytes
-        self._sync = sync
         self._handle = None
+        self._on_disk = True
         shards = self._shards()
         self._index = int(shards[-1].stem) if shards else 0
         self._size = shards[-1].stat().st_size if shards else 0
 
     def append(self, data: bytes) -> Location:
-        """Writes one record, returns once it is out of this process. An OSError leaves the store as before."""
+        """Writes one record, returns once it is out of this process: a kill does not lose it, a power cut does before
+        `flush`. An OSError leaves the store as before."""
         if not data:
             raise ValueError("a record has at least one byte")
         if self._size and self._size + len(data) > self._shard_bytes:
+            self.flush()
             self.close()
             self._index, self._size = self._index + 1, 0
         path = self._path(self._index)
@@ -61,11 +63,10 @@ class TrajectoryStore:
             if self._handle is None:
                 self._handle = open(path, "ab", buffering=0)  # noqa: SIM115 (kept open between records)
                 self._sync_folder()
+            self._on_disk = False
             left = memoryview(data)
             while left:
                 left = left[self._handle.write(left) :]
-            if self._sync:
-                os.fsync(self._handle.fileno())
         except OSError as error:
             self._drop_partial(path)
             what = f"{error.strerror or error} while storing {len(data)} bytes at offset {self._size}"
@@ -73,6 +74,12 @@ class TrajectoryStore:
         location = Location(path.name, self._size, len(data), zlib.crc32(data))
         self._size += len(data)
         return location
+
+    def flush(self) -> None:
+        """Waits until the disk has what was appended."""
+        if not self._on_disk:
+            _wait_for(self._path(self._index), os.fdatasync)
+            self._on_disk = True
 
     def read(self, location: Location) -> bytes:
         """The record's bytes. Raises ValueError naming file and offset if they are not what was stored."""
@@ -155,9 +162,12 @@ class TrajectoryStore:
 
     def _sync_folder(self) -> None:
         """Makes the names in the folder durable: a synced file without its name is lost all the same."""
-        if self._sync:
-            descriptor = os.open(self._folder, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        _wait_for(self._folder, os.fsync)
+
+
+def _wait_for(path: Path, sync: Callable[[int], None]) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        sync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -5,7 +5,7 @@ import fcntl
 import os
 import pathlib
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
 SCHEMA_VERSION = 2  # 1: without the table of segments
@@ -45,11 +45,13 @@ class LedgerFile:
     """One writer per file (a lock that dies with its process), any number of readers with `read_only=True`.
 
     `create=True` makes a new ledger and refuses an existing one; `create=False` opens an existing one. To be used from
-    the thread that opened it.
+    the thread that opened it. `before_commit()` is called before a transaction becomes durable: what it tells of is on
+    the disk by then.
     """
 
     def __init__(self, path: str | os.PathLike, *, create: bool = False, read_only: bool = False):
         self.path = pathlib.Path(path)
+        self.before_commit: Callable[[], None] = lambda: None
         self._lock: int | None = None
         self._db: sqlite3.Connection | None = None
         if create and read_only:
@@ -101,13 +103,16 @@ class LedgerFile:
         A block inside a block is a savepoint: an error caught within the outer block undoes the inner one only.
         """
         begin, commit, undo = "BEGIN IMMEDIATE", ("COMMIT",), ("ROLLBACK",)
-        if self._db.in_transaction:
+        outer = not self._db.in_transaction
+        if not outer:
             begin, commit, undo = "SAVEPOINT inner", ("RELEASE inner",), ("ROLLBACK TO inner", "RELEASE inner")
         with translated(self.path):
             self._db.execute(begin)
             complete = False
             try:
                 yield
+                if outer:
+                    self.before_commit()
                 self._run(commit)
                 complete = True
             finally:

@@ -298,6 +298,7 @@ def open_run(
         # What lies behind the last record the ledger knows was never acknowledged.
         location = ledger.last_location()
         store.truncate_after(Location(**location) if location else None)
+        ledger.before_commit = store.flush
     write_durably(folder / "config.json", config.to_json())  # before the first metrics: without it nothing is resumed
     resume_step = None if not resume else NO_STEP if newest is None else checkpoints.read_meta(newest)["version"]
     log = MetricsLog(

@@ -20,9 +20,8 @@ def open_store():
         yield lambda *args, **kwargs: stack.enter_context(TrajectoryStore(*args, **kwargs))
 
 
-@pytest.mark.parametrize("sync", [False, True])
-def test_records_come_back_and_fill_shards_in_order(tmp_path, sync):
-    with TrajectoryStore(tmp_path / "new", shard_bytes=10, sync=sync) as store:
+def test_records_come_back_and_fill_shards_in_order(tmp_path):
+    with TrajectoryStore(tmp_path / "new", shard_bytes=10) as store:
         places = [store.append(data) for data in (b"aaaa", b"bbbbbb", b"c", b"x" * 25, b"d")]
         assert [(p.file, p.offset, p.length) for p in places] == [
             ("000000.bin", 0, 4),
@@ -32,6 +31,24 @@ def test_records_come_back_and_fill_shards_in_order(tmp_path, sync):
             ("000003.bin", 0, 1),
         ]
         assert [store.read(p) for p in places] == [b"aaaa", b"bbbbbb", b"c", b"x" * 25, b"d"]
+
+
+def test_a_flush_waits_for_what_was_appended_and_a_full_shard_is_flushed(tmp_path, open_store, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(os, "fdatasync", lambda handle: flushed.append(os.readlink(f"/proc/self/fd/{handle}")[-10:]))
+    store = open_store(tmp_path, shard_bytes=10)
+    store.flush()
+    assert not flushed
+    for data in (b"aaaa", b"bbbb"):
+        store.append(data)
+    store.flush()
+    store.flush()
+    assert flushed == ["000000.bin"]
+    store.append(b"cc")
+    store.append(b"dddd")  # begins another shard
+    assert flushed == ["000000.bin"] * 2
+    store.flush()
+    assert flushed == ["000000.bin", "000000.bin", "000001.bin"]
 
 
 def test_an_empty_record_is_refused(tmp_path, open_store):

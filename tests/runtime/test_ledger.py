@@ -146,6 +146,27 @@ def test_data_cannot_be_named_after_rollouts_were_handed_out(ledger):
         ledger.require_same_data({"task": "A"})
 
 
+def test_what_a_transaction_tells_of_is_on_the_disk_before_it_is(tmp_path):
+    path = tmp_path / "ledger.sqlite"
+    with Ledger(path, create=True) as ledger, Ledger(path, read_only=True) as reader:
+        seen = []
+        ledger.before_commit = lambda: seen.append(len(reader.running()))
+        with ledger.transaction():
+            ledger.admit(0, "t", 0, 0)
+            with ledger.transaction():
+                ledger.admit(1, "t", 1, 0)
+        assert seen == [0], "once, when nobody else sees any of it"
+        assert len(reader.running()) == 2
+
+        def full():
+            raise OSError("no space")
+
+        ledger.before_commit = full
+        with pytest.raises(OSError, match="no space"), ledger.transaction():
+            ledger.admit(2, "t", 2, 0)
+        assert len(reader.running()) == 2
+
+
 def test_versions_never_decrease(ledger):
     admit(ledger, 3)
     finish(ledger, [0, 1, 2])
