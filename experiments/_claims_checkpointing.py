@@ -13,7 +13,7 @@ POLICIES = (("none", False), ("none", True), ("dots", True), ("block", True))
 VOCABULARY = 256
 
 
-def _step(layers: int, length: int, remat: str, scan: bool, repetitions: int) -> tuple[float, float]:
+def gradient_step(layers: int, length: int, remat: str, scan: bool, repetitions: int) -> tuple[float, float]:
     """(MiB of temporary arrays by the compiler's memory analysis, median seconds) of one gradient of one row.
 
     Parameters and their gradients are arguments and results of the program, so the temporary arrays are activations,
@@ -33,9 +33,10 @@ def _step(layers: int, length: int, remat: str, scan: bool, repetitions: int) ->
     params = jax.tree.map(lambda x: jnp.asarray(0.1 * rng.normal(size=x.shape), x.dtype), shapes)
     tokens = jnp.asarray(rng.integers(0, VOCABULARY, (1, length)))
     compute = Compute(remat, scan)
+    row = {"temperature": jnp.ones(1), "action_mask": jnp.arange(length)[None] > 0}
 
     def loss(params, tokens):
-        return policy_forward(model, params, {"tokens": tokens, "temperature": jnp.ones(1)}, compute)[0].sum()
+        return policy_forward(model, params, row | {"tokens": tokens}, compute)[0].sum()
 
     compiled = jax.jit(jax.grad(loss)).lower(params, tokens).compile()
     jax.block_until_ready(compiled(params, tokens))
@@ -53,7 +54,7 @@ def checkpointing(asked) -> Measured:
         for remat, scan in POLICIES:
             asked.check()
             name = remat + ", scanned" * (scan and remat == "none")
-            memory[name], seconds = _step(layers, length, remat, scan, repetitions)
+            memory[name], seconds = gradient_step(layers, length, remat, scan, repetitions)
             less = 100 * (1 - memory[name] / memory["none"])
             notes[f"{layers} layers, {length} tokens, {name}"] = {
                 "MiB": round(memory[name], 1), "% less": round(less, 1), "seconds": round(seconds, 3)

@@ -8,7 +8,6 @@ from experiments import _claims_segments as claim
 def test_every_layout_stores_and_reads_each_token_once(layout):
     figures = claim.in_this_process(layout, 250)  # two and a half segments
     assert 21 < figures["bytes_per_token"] < 23
-    assert figures["mib"] >= 0
 
 
 def test_a_process_of_its_own_is_measured():
