@@ -102,7 +102,8 @@ class Coq(TaskFamily):
       noise: share of demonstrations by an expert that tries `assumption` where a hypothesis or a lemma must be used,
         and insists on it until the turns are used up.
 
-    An attempt may take a quarter more turns than the expert needs, and at least three. Raises ValueError where coqtop
+    An attempt may take a quarter more turns than the expert needs, and at least three. Held out are theorems, not the
+    same with other letters or numbers; of the 31 of level 1 these are five. Raises ValueError where coqtop
     is not installed.
     """
 
@@ -143,6 +144,10 @@ class Coq(TaskFamily):
                     break
                 theorems, steps = [], -1
         return _joined(theorems)
+
+    def split_key(self, problem: Problem) -> list[str]:
+        """The theorems, in no order and whatever their letters and numbers: the proof of each is the same."""
+        return sorted(map(_anonymous, re.findall(r"forall (?:(?!forall ).)*", problem.statement)))
 
     def prompt(self, problem: Problem) -> str:
         return joined([*entries(problem.statement, _GOAL_TOKENS), "?"])
@@ -329,6 +334,13 @@ def instantiated(statement: str, script: str, rng: random.Random) -> Problem:
         used = sorted(letters[c] for c in "pqr" if c in statement)
         statement = f"forall {' '.join(used)} : Prop, {statement.translate(str.maketrans(letters))}"
     return Problem(statement, tuple(tactic.replace("-", " ") + "." for tactic in script.split()))
+
+
+def _anonymous(theorem: str) -> str:
+    """A theorem with letters in the order of their first use, and `#` for numbers."""
+    body = theorem.split(",", 1)[1].lstrip().rstrip("()/\\ ")
+    letters = {c: chr(ord("A") + n) for n, c in enumerate(dict.fromkeys(re.findall(r"\b[A-F]\b", body)))}
+    return re.sub(r"\d+", "#", re.sub(r"\b[A-F]\b", lambda match: letters[match[0]], body))
 
 
 def _joined(theorems: list[Problem]) -> Problem:

@@ -23,7 +23,14 @@ from sao_jax.data.tokenizers import CharTokenizer
 from sao_jax.envs import kernel
 from sao_jax.envs.base import SteppedFamily
 from sao_jax.envs.kernel import Invalid
-from sao_jax.envs.proof_experts import advise_prop, advise_rewrite, draw_equation, draw_proposition
+from sao_jax.envs.proof_experts import (
+    advise_prop,
+    advise_rewrite,
+    draw_equation,
+    draw_proposition,
+    equation_key,
+    proposition_key,
+)
 
 ERROR = "!"
 BACK = "b"
@@ -59,6 +66,7 @@ class Logic:
     landmark: Any
     advise: Any
     draw: Any
+    key: Any  # see `TaskFamily.split_key`
     confusion: tuple[str, str]  # (rule, what is taken for it)
 
 
@@ -76,7 +84,9 @@ class Proof(SteppedFamily):
       habit: share of the confusions that are this one; the others confuse two rules drawn anew.
       slip: share of steps in all demonstrations that are drawn at random.
 
-    An attempt may take a quarter more turns than the expert needs, and at least three.
+    An attempt may take a quarter more turns than the expert needs, and at least three. Held out are sums and theorems:
+    not the same with the result written in another way, or with other letters. Of the 22 that propositions have at
+    level 1 these are two.
     """
 
     name = "proof"
@@ -118,6 +128,9 @@ class Proof(SteppedFamily):
 
     def sample(self, rng: random.Random) -> str:
         return self.logic.draw(rng.choice(self.lengths), rng)
+
+    def split_key(self, problem: str) -> Any:
+        return self.logic.key(problem)
 
     def prompt(self, problem: str) -> str:
         return shown(self.logic.start(problem), SHOWN[self.kind]) + "?"
@@ -229,6 +242,7 @@ LOGICS = {
         landmark=lambda before, after, action: action[-1] in "zaomq",
         advise=advise_rewrite,
         draw=draw_equation,
+        key=equation_key,
         confusion=("z", "a"),
     ),
     "prop": Logic(
@@ -240,6 +254,7 @@ LOGICS = {
         landmark=lambda before, after, action: len(after) < len(before),
         advise=advise_prop,
         draw=draw_proposition,
+        key=proposition_key,
         confusion=("1", "x"),
     ),
 }

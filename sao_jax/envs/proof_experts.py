@@ -95,6 +95,22 @@ def draw_equation(lengths: tuple[int, int], rng: random.Random) -> str:
             return f"={left}{right}"
 
 
+def equation_key(problem: str) -> str:
+    """What is computed, whatever the form of the result on the right: a numeral there."""
+    left = _first(problem[1:], SYMBOLS)
+    return f"={left}{_numeral(computed(parse(left, SYMBOLS))[0])}"
+
+
+def _first(text: str, arities: dict[str, int]) -> str:
+    """The first term of a text of terms."""
+    missing = 1
+    for end, symbol in enumerate(text, 1):
+        missing += arities[symbol] - 1
+        if missing == 0:
+            return text[:end]
+    raise ValueError(f"{text[:40]!r} begins with no term")
+
+
 def _numeral(number: int) -> str:
     return "s" * number + "0"
 
@@ -194,6 +210,15 @@ def draw_proposition(lengths: tuple[int, int], rng: random.Random) -> str:
                 break
             theorems, steps = [], -1
     return _conjunction(theorems, rng)
+
+
+def proposition_key(problem: str) -> tuple[str, ...]:
+    """The theorems of a conjunction, in no order and whatever their letters: the proof of each is the same."""
+    if problem[0] == "&":
+        left = _first(problem[1:], kernel.CONNECTIVES)
+        return tuple(sorted(proposition_key(left) + proposition_key(problem[1 + len(left) :])))
+    letters = {c: chr(ord("A") + n) for n, c in enumerate(dict.fromkeys(c for c in problem if c.isalpha()))}
+    return (problem.translate(str.maketrans(letters)),)
 
 
 def _instance(rng: random.Random, compound: bool) -> str:

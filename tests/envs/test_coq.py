@@ -240,10 +240,28 @@ def test_text_of_coq_is_shown_in_few_symbols():
 
 
 @needs_coq
-def test_splits_are_disjoint():
-    family = Coq(level=2)
-    train = {family.instance("train", i).problem for i in range(200)}
-    assert not train & {family.instance("test", i).problem for i in range(200)}
+@pytest.mark.parametrize("level", [1, 2])
+def test_splits_are_disjoint_whatever_letters_and_numbers(level):
+    family = Coq(level=level)
+    train, test = (
+        {tuple(family.split_key(family.instance(split, i).problem)) for i in range(200)} for split in ("train", "test")
+    )
+    assert train
+    assert test
+    assert not train & test
+
+
+@needs_coq
+def test_a_theorem_s_key_is_the_same_for_other_letters_numbers_and_places():
+    family = Coq()
+
+    def key(statement):
+        return family.split_key(Problem(statement, ()))
+
+    one, other = "forall A B : Prop, A -> B -> A", "forall n : nat, n + 2 = 2 + n"
+    assert key(f"({one}) /\\ ({other})") == ["A -> B -> A", "n + # = # + n"]
+    assert key(f"({other.replace('2', '3')}) /\\ (forall C F : Prop, F -> C -> F)") == key(f"({one}) /\\ ({other})")
+    assert key("forall A B : Prop, A -> B -> B") != key(one)
 
 
 def test_without_coqtop_the_task_says_how_to_get_it(monkeypatch):

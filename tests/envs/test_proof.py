@@ -189,9 +189,19 @@ def test_splits_are_disjoint_and_instances_deterministic(kind):
     family = Proof(kind=kind)
     train = [family.instance("train", i).problem for i in range(300)]
     test = [family.instance("test", i).problem for i in range(300)]
-    assert not set(train) & set(test)
+    assert not set(map(family.split_key, train)) & set(map(family.split_key, test))
     assert len(set(train)) > 100
     assert train[:20] == [Proof(kind=kind).instance("train", i).problem for i in range(20)]
+
+
+def test_the_same_theorem_written_in_another_way_is_in_the_same_split():
+    prop, rewrite = Proof(kind="prop"), Proof(kind="rewrite", level=3)
+    key = prop.split_key("&>&AB&BA>A|AC")
+    assert key == (">&AB&BA", ">A|AB")
+    assert prop.split_key("&>D|DE>&CF&FC") == key
+    assert prop.split_key("&>D|ED>&CF&FC") != key
+    assert rewrite.split_key("=+sss0ss0+s0ssss0") == rewrite.split_key("=+sss0ss0sssss0") == "=+sss0ss0sssss0"
+    assert rewrite.split_key("=+ss0sss0sssss0") != rewrite.split_key("=+sss0ss0sssss0")
 
 
 @pytest.mark.parametrize("kind", KINDS)
