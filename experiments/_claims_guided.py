@@ -53,7 +53,7 @@ def _measured(asked: Request, ours: list[float], plain: list[float], seeds: list
 
 def value_guided(asked: Request) -> Measured:
     """Held-out success, in points, of the best of four actions by the critic's value after the environment's answer,
-    against plain sampling of as many tokens (the share of its attempts that succeed)."""
+    against whole attempts of as many tokens in all, of which the critic picks one; both use critic and tokens alike."""
     from sao_jax.rollout.guided import Search
     from sao_jax.runtime.guidance import guided_evaluation
 
@@ -72,7 +72,7 @@ def value_guided(asked: Request) -> Measured:
             figures = guided_evaluation(guide, count, search).figures
             if name == "best of 4":
                 ours.append(100 * figures["success"])
-                plain.append(100 * figures["plain"]["success"])
+                plain.append(100 * figures["plain_ranked"])
             for what, number in {
                 "success, %": 100 * figures["success"],
                 "plain attempts, %": 100 * figures["plain"]["success"],

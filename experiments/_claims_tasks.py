@@ -10,6 +10,7 @@ from experiments._ablations import PRESETS
 from experiments._claim import Claim, Measured, Request
 from experiments.ablate import Flags as AblateFlags
 from experiments.ablate import compare, plan
+from sao_jax.envs.registry import make_family
 from sao_jax.report.intervals import mean_interval, ratio_interval
 from sao_jax.report.recall import recall_by_distance
 
@@ -43,9 +44,18 @@ def _tried(folder: pathlib.Path, task: str, count: int, check: Callable[[], None
 
 
 def longest_proof(tried: Mapping[str, Any]) -> int:
-    """Steps of the longest proof among held-out attempts that the kernel accepted."""
-    steps = [t.num_steps for found in tried.values() for t in found.trajectories if t.total_reward >= 1.0]
-    return max(steps, default=0)
+    """Length of the longest theorem that was proved among held-out ones: the applications of axioms that its expert
+    needs. Refused steps, detours and moves of the focus make no proof longer."""
+    from sao_jax.envs.proof import measured
+
+    longest = 0
+    for task, found in tried.items():
+        family = make_family(task)
+        for t in found.trajectories:
+            if t.total_reward >= 1.0:
+                problem = family.instance("test", int(t.task.rsplit("/", 1)[1])).problem
+                longest = max(longest, measured(family.kind, problem)[1])
+    return longest
 
 
 def proof_length(asked: Request) -> Measured:

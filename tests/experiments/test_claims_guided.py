@@ -24,7 +24,7 @@ def two_seeds(monkeypatch):
     monkeypatch.setattr(_claims_guided, "_guides", lambda asked: iter([(0, 0.50), (1, 0.60)]))
 
 
-def test_guided_success_is_compared_with_the_share_of_plain_attempts_that_succeed(two_seeds, monkeypatch):
+def test_guided_success_is_compared_with_plain_attempts_that_the_critic_picks(two_seeds, monkeypatch):
     def evaluated(base, count, search):
         figures = dict(success=base + 0.01 * search.width, sampled_tokens=200, solved_per_1k_tokens=3.0)
         figures |= dict(plain=dict(success=base, sampled_tokens=100, solved_per_1k_tokens=9.0))
@@ -32,8 +32,8 @@ def test_guided_success_is_compared_with_the_share_of_plain_attempts_that_succee
 
     monkeypatch.setattr(guidance, "guided_evaluation", evaluated)
     m = _claims.CLAIMS["value-guided"].measure(ASKED)
-    assert m.effect[0] == pytest.approx(4.0)
-    assert (m.value, m.baseline, m.seeds) == (pytest.approx(59.0), pytest.approx(55.0), [0, 1])
+    assert m.effect[0] == pytest.approx(2.0)
+    assert (m.value, m.baseline, m.seeds) == (pytest.approx(59.0), pytest.approx(57.0), [0, 1])
     assert m.notes["beam 2 of 8: success, %"] == 63.0
     assert m.notes["best of 4: tokens over plain tokens"] == 2.0
 
