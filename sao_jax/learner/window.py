@@ -186,8 +186,9 @@ def policy_forward(config: ModelConfig, params: dict, rows: dict, compute: Compu
     model, packs = bind(config, params), rows.get("pack_ids")
     hidden = model(rows["tokens"], pack_ids=packs, compute=compute)
     return next_token_logprobs(
-        hidden, model.head(), rows["tokens"], rows["temperature"], pack_ids_BxT=packs, live_BxT=rows["action_mask"]
-    )
+        hidden, model.head(), rows["tokens"], rows["temperature"], pack_ids_BxT=packs, live_BxT=rows["action_mask"],
+        sequence_axis=compute.sequence_axis,
+    )  # fmt: skip
 
 
 def policy_terms(choices: Choices, numbers: dict, kl_coef, rows: dict, logp, entropy):

@@ -3,6 +3,8 @@
 Letters: N tokens, D width, V vocabulary, B rows, T positions.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -109,29 +111,45 @@ def next_token_logprobs(
     chunk: int | None = None,
     pack_ids_BxT: jax.Array | None = None,
     live_BxT: jax.Array | None = None,
+    sequence_axis: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(log-prob, entropy) [B, T] aligned with the tokens: entry t scores token t from the hidden state at t - 1.
 
     Entry 0 of both is 0: the first token of a row is predicted by nothing. The entropy at t is that of the
     distribution token t was drawn from, so one mask over tokens serves both. With `pack_ids`, several trajectories lie
     in one row and the first token of each has entry 0 as well; the temperature may then be one per token [B, T], that
-    with which the token was drawn. With `live` the entries of all other tokens are 0, see `token_logprobs`.
+    with which the token was drawn. With `live` the entries of all other tokens are 0, see `token_logprobs`. With
+    `sequence_axis` arguments and results are one device's part of rows that are cut over that mesh axis.
     """
     B, T, D = hidden_BxTxD.shape
     # All B * T positions are scored and the last of each row is thrown away; slicing first would copy the hidden
     # states into a matrix of awkward size.
-    targets = jnp.roll(tokens_BxT, -1, axis=1).reshape(-1)
+    shift = functools.partial(_shifted, axis=sequence_axis)
+    targets = shift(tokens_BxT, -1).reshape(-1)
     temperature = jnp.asarray(temperature_B, jnp.float32)
     if temperature.ndim == 2:
-        temperature = jnp.roll(temperature, -1, axis=1).reshape(-1)
+        temperature = shift(temperature, -1, ends=1.0).reshape(-1)
     else:
         temperature = jnp.repeat(jnp.broadcast_to(temperature, (B,)), T)
-    live = None if live_BxT is None else jnp.roll(live_BxT, -1, axis=1).reshape(-1)
+    live = None if live_BxT is None else shift(live_BxT, -1).reshape(-1)
     scores = token_logprobs(hidden_BxTxD.reshape(B * T, D), head_DxV, targets, temperature, chunk=chunk, live_N=live)
-    scored = jnp.broadcast_to(jnp.arange(T) > 0, (B, T))
+    first = 0 if sequence_axis is None else jax.lax.axis_index(sequence_axis) * T
+    scored = jnp.broadcast_to(first + jnp.arange(T) > 0, (B, T))
     if pack_ids_BxT is not None:
-        scored &= pack_ids_BxT == jnp.roll(pack_ids_BxT, 1, axis=1)
+        scored &= pack_ids_BxT == shift(pack_ids_BxT, 1)
     if live_BxT is not None:
         scored &= live_BxT
-    logp, entropy = (jnp.where(scored, jnp.roll(x.reshape(B, T), 1, axis=1), 0.0) for x in scores)
+    logp, entropy = (jnp.where(scored, shift(x.reshape(B, T), 1), 0.0) for x in scores)
     return logp, entropy
+
+
+def _shifted(x_BxT: jax.Array, by: int, *, axis: str | None, ends: float = 0) -> jax.Array:
+    """Rows shifted right by one (by = 1) or left (-1). What comes in at the end of a row is of no use to the caller; it
+    is `ends` where rows are cut over a mesh axis, whose devices hand one entry to each other."""
+    rolled = jnp.roll(x_BxT, by, axis=1)
+    if axis is None:
+        return rolled
+    n, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    at, last = (0, 0) if by == 1 else (-1, n - 1)
+    handed = jax.lax.ppermute(rolled[:, at], axis, [(i, i + by) for i in range(n) if 0 <= i + by < n])
+    return rolled.at[:, at].set(jnp.where(me == last, jnp.asarray(ends, x_BxT.dtype), handed))

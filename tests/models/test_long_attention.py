@@ -13,6 +13,7 @@ from sao_jax.models import long_attention as long
 from sao_jax.models.compute import Compute
 from sao_jax.models.config import ModelConfig
 from sao_jax.models.decoder import bind, init_params, pack_positions
+from sao_jax.models.logprobs import next_token_logprobs
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -177,3 +178,32 @@ def test_decoder_on_cut_rows_equals_that_on_whole_ones(mesh, packed, compute):
     np.testing.assert_allclose(loss, want_loss, rtol=1e-4, atol=1e-3)
     for got, want in zip(jax.tree.leaves(gradient), jax.tree.leaves(want_gradient), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5 * max(1.0, np.abs(want).max()))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("T", [8 * 3, 8])
+def test_scores_of_cut_rows_are_those_of_whole_ones(mesh, T, packed):
+    """The first token of a device is predicted by the last of the one before."""
+    rng = np.random.default_rng(2)
+    hidden, head = rng.normal(size=(2, T, 5)).astype(np.float32), rng.normal(size=(5, 7)).astype(np.float32)
+    tokens, live = rng.integers(0, 7, (2, T)), rng.random((2, T)) < 0.7
+    ids, temperature = ids_of(T), rng.uniform(0.5, 2.0, (2, T)).astype(np.float32)
+    weight = rng.normal(size=(2, T)).astype(np.float32)
+
+    def part(hidden, head, tokens, live, ids, temperature, weight, axis=None):
+        packs = dict(pack_ids_BxT=ids) if packed else {}
+        logp, entropy = next_token_logprobs(
+            hidden, head, tokens, temperature, live_BxT=live, sequence_axis=axis, **packs
+        )
+        return (weight * (logp + entropy)).sum(), (logp, entropy)
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(SEQ, jax.P(), *(SEQ,) * 5), out_specs=(jax.P(), SEQ))
+    def cut(*arguments):
+        loss, scores = part(*arguments, axis="seq")
+        return jax.lax.psum(loss, "seq"), scores
+
+    arguments = hidden, head, tokens, live, ids, temperature, weight
+    got, want = (jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))(*arguments) for f in (cut, part))
+    assert np.abs(want[0][1][0]).sum() > 1
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5)
