@@ -143,6 +143,19 @@ def check_trajectory(t: Trajectory) -> Trajectory:
         raise ValueError("token 0 is marked as an action; it has no prefix it could have been sampled from")
     if not np.any(t.action_mask):
         raise NoActionError(f"no action token among the {T} tokens of task {t.task!r}")
+    if t.step_ids[0] != 0:
+        raise ValueError(f"step_ids must start at 0; they start at {t.step_ids[0]}")
+    check_content(t)
+    before = 0
+    for position, head, start in t.windows:
+        if not (before < position <= T and 0 <= head <= start < position):
+            raise ValueError(f"window {(position, head, start)} is not one of {T} tokens, after token {before}")
+        before = position
+    return t
+
+
+def check_content(t: Trajectory) -> None:
+    """Raises ValueError for numbers that no tokens of a trajectory have, a part of one or all of it."""
     observed = ~t.action_mask
     if not np.all(np.isfinite(t.rewards)):
         raise ValueError(f"reward at token {_first(~np.isfinite(t.rewards))} is not finite")
@@ -158,18 +171,12 @@ def check_trajectory(t: Trajectory) -> Trajectory:
         raise ValueError("version must be >= 0 at action tokens and -1 elsewhere")
     if np.any(t.tokens < 0):
         raise ValueError(f"token {_first(t.tokens < 0)} is negative")
-    if t.step_ids[0] != 0 or np.any((np.diff(t.step_ids) != 0) & (np.diff(t.step_ids) != 1)):
-        raise ValueError("step_ids must start at 0 and grow by at most 1 from token to token")
-    before = 0
-    for position, head, start in t.windows:
-        if not (before < position <= T and 0 <= head <= start < position):
-            raise ValueError(f"window {(position, head, start)} is not one of {T} tokens, after token {before}")
-        before = position
+    if np.any((np.diff(t.step_ids) != 0) & (np.diff(t.step_ids) != 1)):
+        raise ValueError("step_ids must grow by at most 1 from token to token")
     for what, numbers in (("reward part", t.reward_parts), ("timing", t.timings)):
         for name, value in numbers.items():
             if not math.isfinite(value):
                 raise ValueError(f"{what} {name!r} is {value}; it must be finite")
-    return t
 
 
 def rewards_to_actions(rewards: np.ndarray, action_mask: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ class Effects:
         self.run, self.config, self.metrics = run, run.config, metrics
         self._check = check
         self.updates = 0  # ended batches, critic-only ones included
-        self._published = 0  # newest version given to the sampler, which may still be on its way to its processes
+        self.published = 0  # newest version given to the sampler, which may still be on its way to its processes
         self._boundary = (0, 0)  # position of the newest update applied, and updates then
         self._schedule: list[tuple[str, Any]] = []  # events to be written with the next transaction
         self._rows: dict[int, Trajectory] = {}  # arrivals that are durable and not yet applied
@@ -63,7 +63,7 @@ class Effects:
     def publish(self) -> None:
         """Gives the learner's policy to the sampler, from the next burst on."""
         learner = self.run.learner
-        self._published = learner.version
+        self.published = learner.version
         self.run.agents.publish(learner.published_policy(), learner.version)
         self._schedule.append(("publish", {"version": learner.version}))
 

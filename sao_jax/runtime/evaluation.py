@@ -34,13 +34,15 @@ def evaluate(
     temperature: float,
     seed: int = 0,
     max_attempts: int = 3,
+    version: int = 0,
     check: Callable[[], None] = lambda: None,
     other: Callable[[list], None] = lambda ended: None,
     dispatched: Callable[[dict], None] = lambda schedule: None,
     report: Callable[[int], None] = lambda done: None,
 ) -> Evaluation:
     """Runs the first `count` test instances at `temperature` (0: greedy), each up to `max_attempts` times: a process
-    that dies or an environment that fails says nothing about the policy.
+    that dies or an environment that fails says nothing about the policy. None begins before the sampler has the weights
+    of `version`, which may still be on their way to its processes.
 
     Attempts already under way on the engine go on beside them; what they end in is given to `other`. `dispatched` gets
     the schedule of each burst. Raises ValueError if every instance failed.
@@ -66,7 +68,7 @@ def evaluate(
                 rewards[index], trajectories[index] = item.total_reward, item
         other(elsewhere)
         report(len(rewards))
-        while todo and agents.free > 0:
+        while todo and agents.free > 0 and agents.version >= version:
             index, attempt = todo.popleft()
             agents.start("test", index, rollout=FIRST_ID + index, attempt=attempt, seed=seed, temperature=temperature)
         if agents.dispatch():

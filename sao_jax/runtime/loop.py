@@ -63,7 +63,9 @@ class Loop(Effects):
         self._ready: collections.deque[Ready] = collections.deque()
         self._restarts: collections.deque[tuple[int, int]] = collections.deque()  # (rollout, attempt) to be started
         self._seams: list[Segment] = []  # of attempts under way, to be stored with the next transaction
-        self._segments = SegmentLog(run.store, run.ledger, steps_per_segment=self.config.segment_steps)
+        self._segments = SegmentLog(
+            run.store, run.ledger, steps_per_segment=self.config.segment_steps, note=metrics.note
+        )
         self._batch: list[int] = []  # rollouts that have arrived in the batch, as planned
         self._planned_updates = 0
         self._failed_in_a_row, self._failure = 0, ""
@@ -161,7 +163,7 @@ class Loop(Effects):
         bound = self.config.max_staleness if self.config.forced_staleness is None else self.config.forced_staleness
         waiting = self._collector.held + len(self._ready) + len(self._restarts) + len(self._batch)
         # While weights are on their way to other processes, new attempts would begin with older ones.
-        behind = max(0, self._published - self.run.agents.version)
+        behind = max(0, self.published - self.run.agents.version)
         return (bound + 1 - behind) * self.config.batch_size - self.run.agents.running - waiting
 
     def _admit(self, ended: int = 0) -> None:

@@ -26,11 +26,16 @@ class Reading:
     free_memory: float = math.nan
 
 
+SCARCE = 0.05  # of a weight is left where there is no free memory
+
+
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Between `warm_c` and `hot_c`, and between `scarce` and `full` free memory, a worker's weight falls to 0 linearly.
+    """Between `warm_c` and `hot_c` a worker's weight falls linearly to 0, between `scarce` and `full` free memory to
+    `SCARCE`.
 
-    A device slows itself down at its own limit; weights have to move before it.
+    A device slows itself down at its own limit; weights have to move before it. One that is too hot cools while it gets
+    nothing; memory that an engine holds does not come back, so that others are preferred and no more.
     """
 
     warm_c: float = 70.0
@@ -48,7 +53,8 @@ class Limits:
         """In [0, 1]: the product of what temperature and memory leave; what is not known leaves 1."""
         cool = (self.hot_c - reading.temperature_c) / (self.hot_c - self.warm_c)
         free = (reading.free_memory - self.full) / (self.scarce - self.full)
-        return math.prod(min(max(x, 0.0), 1.0) for x in (cool, free) if not math.isnan(x))
+        limits = (cool, 0.0), (free, SCARCE)
+        return math.prod(min(max(x, least), 1.0) for x, least in limits if not math.isnan(x))
 
 
 @dataclasses.dataclass(eq=False)

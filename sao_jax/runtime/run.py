@@ -309,6 +309,8 @@ def open_run(
     )
     _check_fingerprint(folder)
     written = Trace(folder / "trace.json") if trace else None
+    if isinstance(agents, Workers):
+        agents.trace = written
     return Run(
         config,
         folder,

@@ -6,6 +6,7 @@ adds only what came after its last seam. Its location is that of one record, or 
 
 import dataclasses
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -38,25 +39,53 @@ class _Stored:
 class SegmentLog:
     """Stores segments and finished trajectories of a run, and finds what a new attempt can go on from."""
 
-    def __init__(self, store: TrajectoryStore, ledger: Ledger, *, steps_per_segment: int):
-        self._store, self._ledger, self._steps = store, ledger, steps_per_segment
+    def __init__(
+        self,
+        store: TrajectoryStore,
+        ledger: Ledger,
+        *,
+        steps_per_segment: int,
+        note: Callable[[str], None] = lambda text: None,
+    ):
+        self._store, self._ledger, self._steps, self._note = store, ledger, steps_per_segment, note
         self._attempts: dict[int, _Stored] = {}
         self._resumed: dict[int, Any] = {}  # the newest segment that an attempt under way has gone on from
 
     def begin(self, rollout: int, attempt: int) -> Trajectory | None:
-        """An attempt begins: returns what it goes on from, everything that was stored, or None if it starts over.
+        """An attempt begins: returns what it goes on from, what was stored up to the last good segment, or None if it
+        starts over.
 
         Not the same twice in a row, since an environment that cannot be restored fails each time.
         """
         stored = self._attempts[rollout] = _Stored()
+        before = self._resumed.pop(rollout, None)
         locations = self._ledger.segments(rollout) if attempt else []
-        if not locations or self._resumed.pop(rollout, None) == locations[-1]:
+        snapshot, count = self._joined(rollout, locations)
+        if snapshot is None or before == locations[count - 1]:
             return None
-        self._resumed[rollout] = locations[-1]
-        snapshot = join_segments([load_segment(self._store.read(location)) for location in locations_of(locations)])
-        stored.locations = list(locations)
+        self._resumed[rollout] = locations[count - 1]
+        stored.locations = locations[:count]
         stored.add(snapshot)
         return snapshot
+
+    def _joined(self, rollout: int, locations: list[Any]) -> tuple[Trajectory | None, int]:
+        """What the segments at these locations join to, as many from the first on as are good; and how many."""
+        segments: list[Segment] = []
+        snapshot, problem = None, None
+        try:
+            for location in locations_of(locations):
+                segments.append(load_segment(self._store.read(location)))
+        except ValueError as error:  # the disk
+            problem = error
+        while segments and snapshot is None:
+            try:
+                snapshot = join_segments(segments)
+            except ValueError as error:  # who sent it
+                problem = error
+                segments.pop()
+        if problem is not None:
+            self._note(f"rollout {rollout} goes on from {len(segments)} of {len(locations)} segments: {problem}")
+        return snapshot, len(segments)
 
     def add(self, segment: Segment) -> bool:
         """Stores the newest segment of an attempt; False, and nothing is stored, if it does not join on the others."""

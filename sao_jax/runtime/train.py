@@ -119,7 +119,9 @@ class Stages:
         run, path = self.run, self.run.folder / "evaluation.json"
         if run.checkpoints.read_meta(newest)["stage"] != "done" or run.ledger.next_rollout() < self.loop.limit:
             return None
-        return json.loads(path.read_text()) if path.exists() else None
+        figures = json.loads(path.read_text()) if path.exists() else {}
+        # A run that was extended, and killed in its evaluation, has those of its former end.
+        return figures if figures.get("rollouts") == run.ledger.next_rollout() else None
 
     def _restore_or_start(self, newest: int | None) -> tuple[int, int]:
         """(position in the log, updates) from which to go on."""
@@ -285,6 +287,7 @@ class Stages:
                 temperature=0.0 if greedy else config.temperature,
                 seed=config.seed,
                 max_attempts=config.max_attempts,
+                version=self.loop.published,
                 check=self.check,
                 other=self.loop.take,
                 dispatched=self.loop.note_burst,

@@ -2,13 +2,21 @@
 
 import json
 import socket
+import struct
 from multiprocessing.connection import Connection
 from typing import Any
 
+SEND_S = 10.0  # a message that nobody takes for this long is given up
+
 
 def pair() -> tuple[Connection, socket.socket]:
-    """Our end of a new channel, and the socket that a process inherits."""
+    """Our end of a new channel, and the socket that a process inherits.
+
+    A send at our end raises BlockingIOError (an OSError) after `SEND_S`: a process that is frozen, or itself waits for
+    us to take something, does not hold up the run.
+    """
     ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", *divmod(int(1e6 * SEND_S), 10**6)))
     return Connection(ours.detach()), theirs
 
 

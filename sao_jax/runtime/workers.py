@@ -16,7 +16,7 @@ import numpy as np
 
 from sao_jax.data.protocols import Split, TaskFamily
 from sao_jax.data.segments import Segment, load_segment
-from sao_jax.data.trajectory import Trajectory, load_trajectory, save_trajectory
+from sao_jax.data.trajectory import Trajectory, check_content, load_trajectory, save_trajectory
 from sao_jax.rollout.agents import Failure
 from sao_jax.rollout.clock import never_backward
 from sao_jax.runtime.config import RunConfig
@@ -36,13 +36,15 @@ class FailedWorkersError(ValueError):
 
 @dataclasses.dataclass(eq=False)
 class _Process:
-    """One rollout process. `version`: of the weights it samples with; None until it has any. `status`: its newest."""
+    """One rollout process. `version`: of the weights it samples with; None until it has any; `told`: of those it is to
+    sample with. `status`: its newest."""
 
     name: str
     link: Link
     heard_at: float
     ready: bool = False
     version: int | None = None
+    told: int | None = None
     status: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
@@ -263,6 +265,8 @@ class Workers:
     def _send(self, process: _Process, kind: str, payload: bytes = b"", **fields) -> None:
         try:
             process.link.send(kind, payload, **fields)
+        except BlockingIOError:
+            self._lose(process, "took no message")
         except OSError:
             self._lose(process, process.link.end_of())
 
@@ -344,6 +348,9 @@ class Workers:
             raise ValueError(f"{length} tokens in a context of {self._context}")
         if not np.all(np.isfinite(t.rollout_logp)):
             raise ValueError("a log-prob is not finite")
+        check_content(t)
+        if np.any(t.tokens >= self.family.tokenizer.vocab_size):
+            raise ValueError(f"token {t.tokens.max()} of a vocabulary of {self.family.tokenizer.vocab_size}")
         newest = int(t.version.max())
         if newest > self.version:
             raise ValueError(f"tokens of version {newest}, and the newest published one is {self.version}")
@@ -409,8 +416,8 @@ class Workers:
         elif current is not None and version == current.version:
             if refusal is not None:
                 self._lose(process, f"refused the weights in use: {refusal}", RETRY_S)
-            else:
-                self._send(process, "commit", version=version)
+            elif process.told != version:  # a second answer, where weights were announced twice, is none
+                self._commit(process, version)
 
     def _commit_if_loaded(self) -> None:
         """The second phase, once every process has loaded the weights on their way."""
@@ -419,9 +426,13 @@ class Workers:
             return
         previous, self._current, self._coming, self.version = self._current, p, None, p.version
         for process in list(p.loaded):
-            self._send(process, "commit", version=p.version)
+            self._commit(process, p.version)
         if previous is not None and previous.path != p.path:
             previous.path.unlink(missing_ok=True)
+
+    def _commit(self, process: _Process, version: int) -> None:
+        process.told = version
+        self._send(process, "commit", version=version)
 
     def _retry(self, reason: str) -> None:
         """A failed publication leaves everyone on the old version and is tried again."""

@@ -59,6 +59,9 @@ def main():
             return
         if kind == "prepare":
             path = pathlib.Path(message["path"])
+            if behaviour() == "refuse" and (folder / "refuse.done").exists() and not (folder / "late.done").exists():
+                (folder / "late.done").touch()
+                time.sleep(0.5)  # until the weights have been announced again
             if once("refuse") or zlib.crc32(path.read_bytes()) != message["crc32"]:
                 wire.send(connection, "refused", version=message["version"], reason="checksum")
             else:
@@ -66,7 +69,7 @@ def main():
                 wire.send(connection, "prepared", version=prepared)
         if kind == "commit":
             assert prepared == message["version"], "committed without having been prepared"
-            version = prepared
+            version, prepared = prepared, -1
             wire.send(connection, "committed", version=version)
         if kind != "start":
             continue
@@ -80,11 +83,19 @@ def main():
             connection.send_bytes(b"\xff\xfe nonsense")
         if behaviour() == "slow":
             time.sleep(0.2)
+        if once("senseless"):
+            segment = new_segment(trajectory(message, version), steps_per_segment=1)
+            segment.rewards.flags.writeable = True
+            segment.rewards[-1] = float("nan")
+            wire.send(connection, "segment", save_segment(segment))
+            time.sleep(3600)
         if once("seam"):
             segment = new_segment(trajectory(message, version), steps_per_segment=1)
             wire.send(connection, "segment", save_segment(segment))
             os.kill(os.getpid(), signal.SIGKILL)
         logp, tokens, at = -0.5, (1, 2), version
+        if once("strange"):
+            tokens = (1, 99)
         if once("nan"):
             logp = float("nan")
         if once("long"):

@@ -86,7 +86,8 @@ def test_heat_and_scarce_memory_lower_weights_before_a_limit_is_reached(no_explo
     assert limits.factor(Reading()) == limits.factor(Reading(70.0, 0.2)) == 1.0
     assert limits.factor(Reading(75.0, 0.5)) == pytest.approx(0.5)
     assert limits.factor(Reading(75.0, 0.15)) == pytest.approx(0.25)
-    assert limits.factor(Reading(temperature_c=99.0)) == limits.factor(Reading(free_memory=0.0)) == 0.0
+    assert limits.factor(Reading(temperature_c=99.0)) == 0.0
+    assert limits.factor(Reading(free_memory=0.0)) == 0.05
     router = make({"cool": 1000, "warm": 1000}, limits=limits)
     for worker in router.workers.values():
         worker.latency_s = 1.0
@@ -96,10 +97,14 @@ def test_heat_and_scarce_memory_lower_weights_before_a_limit_is_reached(no_explo
     router.observe("warm", Reading(temperature_c=81.0))
     assert {router.route(i, 0.0) for i in range(100)} == {"cool"}
     router.observe("cool", Reading(free_memory=0.05))
+    assert router.route("t", 0.0) == "cool", "an engine has its memory: little is left elsewhere, and it can go on"
+    router.observe("warm", Reading(temperature_c=60.0))
+    counts = collections.Counter(router.route(i, 0.0) for i in range(100))
+    assert counts["warm"] > 80
+    router.observe("warm", Reading(temperature_c=81.0))
+    router.observe("cool", Reading(temperature_c=81.0))
     with pytest.raises(NoWorkerError):
         router.route("t", 0.0)
-    router.observe("warm", Reading(temperature_c=60.0))
-    assert router.route("t", 0.0) == "warm"
 
 
 def test_keys_of_a_worker_that_leaves_move_and_no_others():

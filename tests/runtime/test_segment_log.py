@@ -122,6 +122,45 @@ def test_an_attempt_that_starts_over_replaces_what_was_stored_from_its_own_first
     assert len(location) == 2
 
 
+@pytest.mark.parametrize("damaged", [0, 1, 2])
+def test_a_damaged_segment_leaves_those_before_it(run, tmp_path, damaged):
+    ledger, store, make = run
+    log = make()
+    log.begin(0, 0)
+    attempt = Attempt(log)
+    snapshots = [None]
+    for _ in range(3):
+        snapshots.append(attempt.steps(2).seam().snapshot())
+    place = locations_of(ledger.segments(0))[damaged]
+    path = tmp_path / "trajectories" / place.file
+    data = bytearray(path.read_bytes())
+    data[place.offset + place.length - 1] ^= 1
+    path.write_bytes(data)
+    notes = []
+    log = SegmentLog(store, ledger, steps_per_segment=2, note=notes.append)
+    taken = log.begin(0, ledger.restart(0, "broken"))
+    assert f"goes on from {damaged} of 3 segments: " in notes[0]
+    assert "checksum differs" in notes[0]
+    if damaged == 0:
+        assert taken is None
+        return
+    assert save_trajectory(taken) == save_trajectory(snapshots[damaged])
+    again = Attempt(log, 1, seed=9, snapshot=taken).steps(2).seam()
+    assert len(ledger.segments(0)) == damaged + 1, "what cannot be read is no longer part of it"
+    finish(ledger, store, log, again.steps(1).end())
+
+
+def test_segments_that_do_not_join_are_left_out(run):
+    ledger, _, make = run
+    log = make()
+    log.begin(0, 0)
+    good = Attempt(log).steps(2).seam()
+    log.add(dataclasses.replace(new_segment(good.steps(2).builder, steps_per_segment=2), task="another"))
+    assert len(ledger.segments(0)) == 2
+    taken = log.begin(0, ledger.restart(0, "broken"))
+    assert taken.num_steps == 2
+
+
 def test_an_attempt_that_starts_over_and_has_no_seam_does_not_use_older_segments(run):
     ledger, store, make = run
     log = make()

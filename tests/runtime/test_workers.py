@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from helpers import MODEL_FLAGS, Tiny
 
-from sao_jax.data.trajectory import Trajectory
+from sao_jax.data.trajectory import Trajectory, TrajectoryBuilder
 from sao_jax.rollout.agents import Failure
-from sao_jax.runtime import links
+from sao_jax.runtime import links, wire
 from sao_jax.runtime import workers as module
 from sao_jax.runtime.config import RunConfig
 from sao_jax.runtime.router import owner
@@ -88,6 +88,7 @@ def test_every_rollout_comes_back_once_and_all_processes_work(make, tmp_path):
     ("behaviour", "says"),
     [("die", "killed by signal 9"), ("exit", "ended with exit code 3"), ("nonsense", "sent garbage"),
      ("hang", "no sign of life for 1 s"), ("nan", "returned garbage: a log-prob is not finite"),
+     ("strange", "returned garbage: token 99 of a vocabulary"), ("senseless", "sent garbage: reward at token 3"),
      ("long", "1002 tokens in a context of 32"), ("future", "tokens of version 7, and the newest published one is 0")],
 )  # fmt: skip
 def test_a_process_that_misbehaves_costs_a_restart_and_nothing_else(make, tmp_path, behaviour, says):
@@ -100,6 +101,35 @@ def test_a_process_that_misbehaves_costs_a_restart_and_nothing_else(make, tmp_pa
     assert all(np.all(np.isfinite(t.rollout_logp)) for t in done.values())
     until(workers, lambda: workers.free == 8)
     assert len(workers._processes) == 2, "what was lost has been replaced"
+
+
+def test_a_frozen_process_that_takes_no_message_does_not_hold_up_the_run(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(wire, "SEND_S", 0.3)
+    workers = make(behaviour="hang", worker_timeout=60.0)
+    until(workers, lambda: workers.free == 8)
+    workers.start("train", 0, rollout=0)
+    until(workers, lambda: (tmp_path / "hang.done").exists())
+    long = TrajectoryBuilder([0, 1], task="t")
+    long.add_action([1] * 20_000, [-0.5] * 20_000, [0] * 20_000)
+    begun = time.monotonic()
+    for rollout in range(1, 8):
+        if workers.free:  # fewer once it has been given up
+            workers.start("train", rollout, rollout=rollout, attempt=1, snapshot=long.build("truncated", "snapshot"))
+    assert time.monotonic() - begun < 10.0
+    until(workers, lambda: any("took no message" in note for note in workers.notes))
+
+
+def test_weights_that_a_process_has_loaded_twice_are_committed_once(make, tmp_path):
+    """One refuses; the other, busy meanwhile, finds the first announcement and the second, and answers both."""
+    workers = make()
+    until(workers, lambda: workers.free == 8)
+    (tmp_path / "behaviour").write_text("refuse")
+    workers.publish(PARAMS, 1)
+    until(workers, lambda: workers.version == 1 and all(p.version == 1 for p in workers._processes))
+    assert (tmp_path / "late.done").exists()
+    end = time.monotonic() + 0.5
+    until(workers, lambda: time.monotonic() > end)
+    assert [p.name for p in workers._processes] == ["w0", "w1"], workers.notes
 
 
 def test_attempts_stay_with_their_process_and_those_of_a_lost_one_go_where_their_number_says(make):
