@@ -9,6 +9,7 @@ import os
 import pathlib
 import sys
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -32,12 +33,16 @@ class Actor:
         self._connection, theirs = wire.pair()
         self._served = ThreadPoolExecutor(1, "worker").submit(serve, theirs.detach())
 
+    # One thread sends, or messages would come in another order, and large ones in pieces of each other.
+    @ray.method(concurrency_group="send")
     def send(self, data: bytes) -> None:
         self._connection.send_bytes(data)
 
+    @ray.method(concurrency_group="send")
     def announce(self, weights: bytes, version: int, crc32: int) -> None:
         wire.send(self._connection, "prepare", weights, version=version, crc32=crc32)
 
+    @ray.method(concurrency_group="receive")
     def receive(self) -> list[bytes]:
         """What the worker has sent; waits for the first message. Once it has ended: its error, or EOFError."""
         found = []
@@ -57,9 +62,11 @@ class Actor:
 class RayLink:
     def __init__(self, backend: "RayBackend", gpus: int):
         # Receiving waits within the actor, so it and sending need a thread each.
-        options = {"num_cpus": 1, "num_gpus": gpus, "max_concurrency": 2, "max_restarts": 0, "max_task_retries": 0}
-        self._actor = ray.remote(Actor).options(**options).remote()
+        options = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0, "max_task_retries": 0}
+        remote = ray.remote(concurrency_groups={"send": 1, "receive": 1})(Actor)
+        self._actor = remote.options(**options).remote()
         self._backend, self._gone = backend, "ended"
+        self._sent: list[ray.ObjectRef] = []  # of which it is not known yet that they have arrived
         self._place = self._actor.where.remote()
         self.reply = self._actor.receive.remote()
 
@@ -75,13 +82,16 @@ class RayLink:
         return f"{address}, process {pid}"
 
     def send(self, kind: str, payload: bytes = b"", **fields) -> None:
-        self._actor.send.remote(wire.encoded(kind, payload, **fields))
+        self._sent.append(self._actor.send.remote(wire.encoded(kind, payload, **fields)))
 
     def announce(self, version: int, path: pathlib.Path, crc32: int) -> None:
-        self._actor.announce.remote(self._backend.stored(path, crc32), version, crc32)
+        self._sent.append(self._actor.announce.remote(self._backend.stored(path, crc32), version, crc32))
 
     def messages(self) -> Iterator[Message]:
         try:
+            if self._sent:
+                arrived, self._sent = ray.wait(self._sent, num_returns=len(self._sent), timeout=0)
+                ray.get(arrived)
             found = ray.get(self.reply)
         except ray.exceptions.RayTaskError as error:
             self._gone = f"ended: {type(error.cause).__name__} {error.cause}".strip()
@@ -132,7 +142,11 @@ class RayBackend:
     def stored(self, path: pathlib.Path, crc32: int) -> "ray.ObjectRef":
         """The file's bytes in the object store, put there once for all actors."""
         if (path, crc32) not in self._weights:
-            self._weights[path, crc32] = ray.put(path.read_bytes())
+            data = path.read_bytes()
+            put = ray.put(data)
+            if zlib.crc32(data) != crc32:
+                return put  # damaged: the actors will refuse it, and it is written again under the same name
+            self._weights[path, crc32] = put
             while len(self._weights) > 2:  # those in use and those on their way
                 self._weights.popitem(last=False)
         return self._weights[path, crc32]

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+import zlib
 
 import jax
 import numpy as np
@@ -39,6 +40,21 @@ def until(workers, holds, seconds=120.0):
         assert time.monotonic() < deadline, f"not within {seconds} s; notes: {workers.notes}"
         ended += workers.collect(wait=0.05)
     return ended
+
+
+def test_a_damaged_file_is_not_kept_for_the_next_time(tmp_path, monkeypatch):
+    from sao_jax.runtime.ray_links import RayBackend
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "put", bytes)
+    backend, path = RayBackend(2, gpus=0), tmp_path / "1.safetensors"
+    crc32 = zlib.crc32(b"weights")
+    path.write_bytes(b"weightz")
+    assert backend.stored(path, crc32) == b"weightz"
+    path.write_bytes(b"weights")
+    assert backend.stored(path, crc32) == b"weights"
+    path.write_bytes(b"weightz")
+    assert backend.stored(path, crc32) == b"weights", "put there once"
 
 
 @pytest.mark.slow
