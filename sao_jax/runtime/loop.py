@@ -308,7 +308,7 @@ class Loop(Effects):
 
     def _drop(self, rollout: int, reason: str, failure: str | None = None) -> None:
         self.run.ledger.drop(rollout, reason, failure)
-        self.metrics.dropped[reason] += 1
+        self.metrics.drop(rollout, reason)
 
     def _decided(self, items: list[Ready | Dropped]) -> None:
         for item in items:

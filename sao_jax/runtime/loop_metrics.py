@@ -6,6 +6,7 @@ Device sums are fetched one update late, so that reading them never waits for th
 import collections
 import dataclasses
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ class LoopMetrics:
     def __init__(self, run: Run, display, *, window: int = 10):
         self._run, self._display = run, display
         self.dropped: collections.Counter[str] = collections.Counter()
-        self._told: collections.Counter[str] = collections.Counter()  # of `dropped`, those that a note has told of
+        self._untold: dict[str, list[int]] = {}  # rollouts by reason that no note has told of
         self._finished_at: dict[int, float] = {}
         self._finished: list[bool] = []  # successes since the last update, of attempts that will be dropped as well
         self._batch = _Batch()
@@ -71,9 +72,12 @@ class LoopMetrics:
         self.dropped.clear()  # those of preheating have been counted as they came
         for (reason, _), count in self._run.ledger.dropped_by().items():
             self.dropped[reason] += count
-        self._told = self.dropped.copy()
 
     # ---- what happens to trajectories
+
+    def drop(self, rollout: int, reason: str) -> None:
+        self.dropped[reason] += 1
+        self._untold.setdefault(reason, []).append(rollout)
 
     def finished(self, t: Trajectory) -> None:
         self._finished_at[t.rollout] = self._run.clock()
@@ -146,9 +150,10 @@ class LoopMetrics:
 
     def flush(self) -> None:
         """Fetches and logs the update that waits, if any."""
-        if new := self.dropped - self._told:
-            self.note("dropped since the update before: " + ", ".join(f"{n} ({why})" for why, n in new.items()))
-            self._told = self.dropped.copy()
+        if self._untold:
+            told = (f"{len(ids)} ({why}: {spans(ids)})" for why, ids in self._untold.items())
+            self.note("dropped since the update before: " + ", ".join(told))
+            self._untold = {}
         if self._waiting is None:
             return
         (version, sums, host), self._waiting = self._waiting, None
@@ -229,3 +234,14 @@ def device_metrics(sums: dict[str, float], value_sums: collections.deque, config
         out["critic/vf_loss"] = sums["vf_loss"] / max(sums["value_count"], 1.0)
         out["critic/explained_var"] = explained_variance(recent)
     return out
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Whole numbers in order, such as "3, 8-15"."""
+    found: list[list[int]] = []
+    for n in sorted(numbers):
+        if found and n == found[-1][1] + 1:
+            found[-1][1] = n
+        else:
+            found.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found)

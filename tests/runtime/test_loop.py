@@ -1,6 +1,7 @@
 """Whole RL runs on a tiny task, in this process."""
 
 import collections
+import re
 import threading
 import time
 
@@ -18,6 +19,7 @@ from sao_jax.runtime.config import RunConfig
 from sao_jax.runtime.inspect import open_segments, read_trajectories
 from sao_jax.runtime.ledger import Ledger
 from sao_jax.runtime.loop import Loop
+from sao_jax.runtime.loop_metrics import spans
 from sao_jax.runtime.metrics import read_metrics
 from sao_jax.runtime.run import Run
 from sao_jax.runtime.signals import Interrupted
@@ -284,9 +286,17 @@ def test_dead_groups_are_dropped_and_counted(tmp_path):
     assert record.counts["dropped"] == dead
     assert record.counts["trained"] == 24 - dead
     assert {reason for reason, _ in record.dropped} == {"dead group"}
-    told = [note.split()[5:] for note in notes if note.startswith("dropped since the update before: ")]
-    assert sum(int(count) for count, *_ in told) == dead
-    assert {" ".join(why) for _, *why in told} == {"(dead group)"}
+    start = "dropped since the update before: "
+    told = [re.fullmatch(r"(\d+) \(dead group: (.*)\)", n[len(start) :]) for n in notes if n.startswith(start)]
+    assert sum(int(line[1]) for line in told) == dead
+    ends = [span.split("-") for line in told for span in line[2].split(", ")]
+    named = {rollout for span in ends for rollout in range(int(span[0]), int(span[-1]) + 1)}
+    assert named == {r.id for r in record.rollouts if rewards[r.id // 2][0] == rewards[r.id // 2][1]}
+
+
+def test_numbers_are_told_in_spans():
+    assert spans([9, 3, 4, 5, 11, 10, 7]) == "3-5, 7, 9-11"
+    assert spans([2]) == "2"
 
 
 def test_a_task_without_any_difference_ends_with_a_message(tmp_path):
