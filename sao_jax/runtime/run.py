@@ -309,7 +309,7 @@ def open_run(
     )
     _check_fingerprint(folder)
     written = Trace(folder / "trace.json") if trace else None
-    if isinstance(agents, Workers):
+    if config.workers:
         agents.trace = written
     return Run(
         config,

@@ -25,7 +25,7 @@ def train_with(folder, check=lambda display: None, seconds=300.0, **flags):
         assert time.monotonic() < end, f"no end within {seconds} s; notes: {display.notes[-8:]}"
         check(display)
 
-    train(RunConfig(**FLAGS | flags).resolved(), folder, display, check=within_time)
+    train(RunConfig(**FLAGS | flags).resolved(), folder, display, check=within_time, trace=True)
     return display.notes
 
 
@@ -59,6 +59,8 @@ def test_a_failed_publication_is_repeated_and_nothing_is_sampled_with_damaged_we
     assert max(record.staleness) == 0, "nothing begins with weights older than the bound allows"
     assert workers[0].version == 7
     assert record.counts["dropped"] == 0
+    trace = (tmp_path / "run" / "trace.json").read_text()
+    assert all(f'"worker {name}"' in trace for name in ("w0", "w1")), "who sampled what, and when"
 
 
 @pytest.mark.slow
