@@ -130,12 +130,13 @@ def table(results: pathlib.Path, quick: bool) -> str:
         if not path.exists():
             continue
         r = json.loads(path.read_text())
-        reported = CLAIMS[name].text if r["reported_effect"] is None else f"{r['reported_effect']:g} {r['unit']}"
-        if r["reported"] is not None and r["reported_baseline"] is not None:
-            reported = f"{r['reported']:g} vs {r['reported_baseline']:g} ({reported})"
+        claim = CLAIMS[name]
+        reported = claim.text if claim.effect is None else f"{claim.effect:.3g} {r['unit']}"
+        if claim.reported is not None and claim.reported_baseline is not None:
+            reported = f"{claim.reported:g} vs {claim.reported_baseline:g} ({reported})"
         low, high = r["interval"]
         between = "" if low is None or high is None else f" [{low:.1f}, {high:.1f}]"
-        measured = f"{number(r['measured'])} vs {number(r['measured_baseline'])} {CLAIMS[name].measured_in}".rstrip()
+        measured = f"{number(r['measured'])} vs {number(r['measured_baseline'])} {claim.measured_in}".rstrip()
         effect = f"{r['effect']:.1f}{between} {r['unit']}"
         lines.append((f"`{name}`", reported, measured, effect, r["reproduced"], len(r["seeds"])))
     return "\n".join("| " + " | ".join(str(x) for x in line) + " |" for line in lines) + "\n"
