@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import AuthenticationError, ProcessError
-from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge, wait
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge, wait
 from typing import Any
 
 from sao_jax.runtime import wire
@@ -86,6 +86,8 @@ class _End:
 
     def __init__(self, connections: dict[int, Connection]):
         self._connections, self._sending = connections, threading.Lock()
+        for connection in connections.values():  # also in the middle of a message
+            _limit_silence(connection, SILENCE_S)
         self._heard = dict.fromkeys(connections, time.monotonic())
 
     def start(self) -> None:
@@ -118,6 +120,9 @@ class _End:
                     elif time.monotonic() - self._heard[index] > SILENCE_S:
                         del present[index]
                         self._gone(index, f"no sign of life for {SILENCE_S:g} s")
+                except BlockingIOError:
+                    del present[index]
+                    self._gone(index, f"no sign of life for {SILENCE_S:g} s")
                 except (EOFError, OSError, ValueError):
                     del present[index]
                     self._gone(index, "its connection is closed")
@@ -336,8 +341,10 @@ def follow(
     while True:
         check()
         try:
-            connection = Client(address, authkey=secret)
+            connection = _joined(address, secret)
             break
+        except BlockingIOError:
+            raise HostLost(f"the leader at {address[0]}:{address[1]} does not answer") from None
         except AuthenticationError:
             raise ValueError(f"the leader at {address[0]}:{address[1]} has another secret in {TOKEN}") from None
         except OSError as error:  # it may not have begun to listen
@@ -347,8 +354,10 @@ def follow(
     _send_at_once(connection)
     wire.send(connection, "hello", index=index, arguments=list(arguments), versions=_versions())
     try:
-        while not connection.poll(0.2):
+        while not connection.poll(0.2):  # until all the others have come
             check()
+            if time.monotonic() > deadline + START_S:
+                raise HostLost(f"the leader at {address[0]}:{address[1]} does not answer")
         message, _ = wire.receive(connection)
     except (EOFError, OSError):
         raise HostLost("the leader is gone") from None
@@ -357,6 +366,27 @@ def follow(
     follower = Follower(connection, index)
     follower.start()
     return follower, message
+
+
+def _joined(address: tuple[str, int], secret: bytes) -> Connection:
+    """What `multiprocessing.connection.Client` does, with a deadline: a leader that is frozen answers nobody."""
+    with socket.create_connection(address, GREETING_S) as handle:
+        handle.settimeout(None)
+        connection = Connection(handle.detach())
+    _limit_silence(connection, GREETING_S)
+    try:
+        answer_challenge(connection, secret)
+        deliver_challenge(connection, secret)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _limit_silence(connection: Connection, seconds: float) -> None:
+    """A receive of which no further byte comes for so long raises BlockingIOError."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as handle:
+        wire.limit(handle, socket.SO_RCVTIMEO, seconds)
 
 
 def _versions() -> dict[str, str]:

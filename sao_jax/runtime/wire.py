@@ -16,8 +16,13 @@ def pair() -> tuple[Connection, socket.socket]:
     us to take something, does not hold up the run.
     """
     ours, theirs = socket.socketpair()
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", *divmod(int(1e6 * SEND_S), 10**6)))
+    limit(ours, socket.SO_SNDTIMEO, SEND_S)
     return Connection(ours.detach()), theirs
+
+
+def limit(handle: socket.socket, option: int, seconds: float) -> None:
+    """A send or receive (`option`: SO_SNDTIMEO or SO_RCVTIMEO) that stands still so long raises BlockingIOError."""
+    handle.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", *divmod(int(1e6 * seconds), 10**6)))
 
 
 def encoded(kind: str, payload: bytes = b"", **fields: Any) -> bytes:

@@ -5,11 +5,12 @@ import os
 import pathlib
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
-from multiprocessing.connection import Client
+from multiprocessing.connection import Client, Listener
 
 import pytest
 from helpers import (
@@ -247,6 +248,34 @@ def test_a_host_that_is_silent_counts_as_gone(forced, monkeypatch):
     with pytest.raises(HostLost, match=r"no sign of life for 0\.3 s"):
         leader.check()
     connection.close()
+
+
+def test_a_host_that_is_silent_in_the_middle_of_a_message_counts_as_gone(forced, monkeypatch):
+    monkeypatch.setattr(hosts, "SILENCE_S", 0.3)
+    leading = Leading()
+    connection = knock(leading)
+    leader = leading.result()
+    os.write(connection.fileno(), struct.pack("!i", 100) + b"half of it")
+    until(lambda: forced, 5.0)
+    with pytest.raises(HostLost, match=r"no sign of life for 0\.3 s"):
+        leader.check()
+    connection.close()
+
+
+def test_a_leader_that_answers_nobody_is_given_up(forced, monkeypatch):
+    monkeypatch.setattr(hosts, "GREETING_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as frozen, pytest.raises(HostLost, match="does not answer"):
+        hosts.follow(frozen.getsockname(), 1, [], lambda: None)
+
+
+def test_a_leader_that_never_welcomes_anyone_is_given_up(forced, monkeypatch):
+    monkeypatch.setattr(hosts, "START_S", 0.3)
+    listener = Listener(("127.0.0.1", 0), authkey=b"secret")
+    kept = []
+    threading.Thread(target=lambda: kept.append(listener.accept()), daemon=True).start()
+    with pytest.raises(HostLost, match="does not answer"):
+        hosts.follow(listener.address, 1, [], lambda: None)
+    listener.close()
 
 
 @pytest.mark.parametrize(
