@@ -241,13 +241,12 @@ class Agents:
             self.engine.release(episode.rollout)
 
     def _record(self, episode: Episode) -> Trajectory | Failure:
+        if episode.end == "aborted":  # nothing is made of it, also since a hung call may still be writing into it
+            return Failure(episode.rollout, episode.attempt, episode.reason)
         try:
-            trajectory = episode.finish()
+            return episode.finish()
         except NoActionError as error:
             return Failure(episode.rollout, episode.attempt, str(error))
-        if trajectory.end == "aborted":
-            return Failure(episode.rollout, episode.attempt, trajectory.reason)
-        return trajectory
 
 
 class _Simulated:

@@ -280,7 +280,7 @@ class Workers:
                     return  # it is of no use, whatever else it has sent
         except (EOFError, OSError):
             self._lose(process, process.link.end_of())
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             self._lose(process, f"sent garbage: {error}"[:300])
 
     def _heed(self, process: _Process, message: dict, payload: bytes) -> None:

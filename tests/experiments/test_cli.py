@@ -198,6 +198,11 @@ def test_a_run_ends_with_its_figures_and_can_be_evaluated(environment, tmp_path)
     result = train("--resume", folder, "--rollouts", "72", environment=environment)
     assert result.returncode == 0, result.stderr[-3000:]
     assert json.loads((folder / "evaluation.json").read_text())["rollouts"] == 72 + 16
+    # As a kill in the last evaluation would leave it.
+    (folder / "evaluation.json").write_text(json.dumps(figures))
+    result = train("--resume", folder, environment=environment)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert json.loads((folder / "evaluation.json").read_text())["rollouts"] == 72 + 16
 
 
 @pytest.mark.slow
