@@ -130,21 +130,36 @@ def scheduling_latency(asked: Request) -> Measured:
 
 
 def hot_spots(asked: Request) -> Measured:
-    """Share of device time above the limit in a simulated cluster, with and without temperatures in the weights."""
-    cluster, tasks = Cluster(workers=64, load=0.7, warmest_c=50.0), 2000 if asked.quick else 20_000
+    """Share of device time above the limit of temperature or below that of free memory in a simulated cluster, with and
+    without both in the weights; each limit by itself is in the notes."""
+    cluster = Cluster(
+        workers=64, slots=4, load=0.6, warmest_c=50.0, rise_c=60.0, least_room=0.3, task_memory=0.15
+    )  # fmt: skip
+    tasks = 4000 if asked.quick else 40_000
     seeds = list(range(asked.seeds or (2 if asked.quick else 5)))
     hot: dict[bool, list[float]] = {True: [], False: []}
+    parts: dict[str, list[float]] = {}
     for seed in seeds:
         for balance, found in hot.items():
             asked.check()
-            found.append(100 * simulate(cluster, tasks, balance=balance, seed=seed).hot)
+            figures = simulate(cluster, tasks, balance=balance, seed=seed)
+            found.append(100 * figures.spots)
+            for what in ("hot", "full"):
+                name = f"{what}, {'with' if balance else 'without'} balance, % of the time"
+                parts.setdefault(name, []).append(100 * getattr(figures, what))
+    large = {}
+    if not asked.quick:
+        began = time.process_time()
+        simulate(Cluster(workers=10_000, reading_s=5.0), 100_000)
+        large["10,000 workers, 100,000 tasks, seconds of one core"] = round(time.process_time() - began, 1)
     less = [100 * (1 - a / b) if b else 0.0 for a, b in zip(hot[True], hot[False], strict=True)]
     return Measured(
         effect=mean_interval(less),
         value=statistics.fmean(hot[True]),
         baseline=statistics.fmean(hot[False]),
         seeds=seeds,
-        sizes={"workers": cluster.workers, "tasks": tasks, "load": cluster.load},
+        sizes={"workers": cluster.workers, "slots": cluster.slots, "tasks": tasks, "load": cluster.load},
+        notes={name: round(statistics.fmean(shares), 2) for name, shares in parts.items()} | large,
     )
 
 

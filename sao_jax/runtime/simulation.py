@@ -23,7 +23,8 @@ class Cluster:
     with `median_s` and `sigma`; tasks arrive so that the mean load is `load` of all slots.
 
     A device's temperature tends to its surroundings' (uniform between `coolest_c` and `warmest_c`) plus `rise_c` at
-    full load, with time constant `inertia_s`, and is read every `reading_s` seconds.
+    full load, with time constant `inertia_s`. Of its memory, others leave a share between `least_room` and all
+    (uniform), of which every task takes `task_memory` while it runs. Both are read every `reading_s` seconds.
     """
 
     workers: int = 64
@@ -36,17 +37,22 @@ class Cluster:
     warmest_c: float = 45.0
     rise_c: float = 45.0
     inertia_s: float = 30.0
+    least_room: float = 1.0
+    task_memory: float = 0.0
     reading_s: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """latency_s: from ready to started, per task; decision_s: time that the router took, per task, as measured; hot:
-    share of device time above the limit; seconds: simulated."""
+    """latency_s: from ready to started, per task; decision_s: time that the router took, per task, as measured; hot,
+    full: share of device time above the limit of temperature, below that of free memory; spots: either; seconds:
+    simulated."""
 
     latency_s: np.ndarray
     decision_s: np.ndarray
     hot: float
+    full: float
+    spots: float
     seconds: float
 
     def percentile(self, q: float) -> float:
@@ -79,7 +85,7 @@ def simulate(
     seed: int = 0,
     limits: Limits | None = None,
 ) -> Figures:
-    """Runs `tasks` tasks. `balance=False` keeps temperatures from the router."""
+    """Runs `tasks` tasks. `balance=False` keeps readings of devices from the router."""
     simpy = _simpy()
     limits = limits or Limits()
     c, rng = cluster, np.random.default_rng(seed)
@@ -94,6 +100,7 @@ def simulate(
         router = _RoundRobin(names)
     speed = np.exp(c.speed_sigma * rng.standard_normal(c.workers))
     surroundings = rng.uniform(c.coolest_c, c.warmest_c, c.workers)
+    room = rng.uniform(c.least_room, 1.0, c.workers)
     temperature = surroundings.copy()
     places = [simpy.Resource(env, c.slots) for _ in names]
     mean_s = c.median_s * math.exp(c.sigma**2 / 2)
@@ -102,7 +109,8 @@ def simulate(
     gaps = rng.exponential(1.0 / rate, tasks)
     latency, decision = np.zeros(tasks), np.zeros(tasks)
     waiting: list[tuple[int, float]] = []  # tasks that found no worker, oldest first
-    left, hot, samples = tasks, 0, 0
+    left = tasks
+    spots: list[tuple[int, int, int]] = []  # devices at each reading that are hot, full, either
     over = env.event()
 
     def place(task: int, ready: float) -> bool:
@@ -136,21 +144,23 @@ def simulate(
                 waiting.append((task, env.now))
 
     def thermometers():
-        nonlocal hot, samples
         step = 1.0 - math.exp(-c.reading_s / c.inertia_s)
         while True:
             yield env.timeout(c.reading_s)
-            busy = np.array([p.count for p in places]) / c.slots
-            temperature[:] += step * (surroundings + c.rise_c * busy - temperature)
-            hot, samples = hot + int(np.sum(temperature > limits.hot_c)), samples + c.workers
+            running = np.array([p.count for p in places])
+            temperature[:] += step * (surroundings + c.rise_c * running / c.slots - temperature)
+            free = np.maximum(room - c.task_memory * running, 0.0)
+            hot, full = temperature > limits.hot_c, free < limits.full
+            spots.append((hot.sum(), full.sum(), (hot | full).sum()))
             if balance:
-                for name, t in zip(names, temperature.tolist(), strict=True):
-                    router.observe(name, Reading(temperature_c=t))
+                for name, *reading in zip(names, temperature.tolist(), free.tolist(), strict=True):
+                    router.observe(name, Reading(*reading))
 
     env.process(arrivals())
     env.process(thermometers())
     env.run(over)
-    return Figures(latency, decision, hot / max(samples, 1), env.now)
+    shares = np.mean(spots, axis=0) / c.workers if spots else np.zeros(3)
+    return Figures(latency, decision, *shares.tolist(), env.now)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,6 +34,15 @@ def test_balance_keeps_devices_below_their_limit():
     assert simulate(cluster, 500, limits=Limits(hot_c=200.0)).hot == 0.0
 
 
+def test_balance_leaves_memory_where_there_is_little():
+    cluster = Cluster(slots=4, load=0.5, least_room=0.3, task_memory=0.15)
+    with_it, without = (simulate(cluster, 6000, balance=b) for b in (True, False))
+    assert without.full > 0.03
+    assert with_it.full < 0.7 * without.full
+    assert max(with_it.hot, with_it.full) <= with_it.spots <= with_it.hot + with_it.full
+    assert simulate(Cluster(), 500).full == 0.0
+
+
 def test_a_simulation_is_a_function_of_its_seed():
     first, again, other = (simulate(Cluster(workers=8), 300, seed=s) for s in (1, 1, 2))
     np.testing.assert_array_equal(first.latency_s, again.latency_s)
