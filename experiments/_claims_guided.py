@@ -88,18 +88,24 @@ def value_guided(asked: Request) -> Measured:
 
 def dynamic_length(asked: Request) -> Measured:
     """Held-out success, in points, of attempts that the critic cuts, with the tokens saved given to restarts, against
-    one whole attempt each; as many tokens in all."""
+    one whole attempt each; as many tokens in all. In one variant both have a limit, which the dynamic one lowers where
+    the critic finds a task easy."""
     from sao_jax.rollout.budget import DynamicBudget, FixedBudget
     from sao_jax.runtime.guidance import budget_evaluation
 
     count = 64 if asked.quick else 512
-    budgets = {"": DynamicBudget(), "patience 2: ": DynamicBudget(patience=2), "drop 0.7: ": DynamicBudget(drop=0.7)}
+    budgets = {
+        "": DynamicBudget(),
+        "patience 2: ": DynamicBudget(patience=2),
+        "drop 0.7: ": DynamicBudget(drop=0.7),
+        "6 actions, 3 of the easiest: ": DynamicBudget(steps=6, ease=0.5),
+    }
     found: dict[str, list[float]] = {}
     seeds, ours, plain = [], [], []
     for seed, guide in _guides(asked):
         seeds.append(seed)
         for name, budget in budgets.items():
-            figures = budget_evaluation(guide, count, budget, FixedBudget()).figures
+            figures = budget_evaluation(guide, count, budget, FixedBudget(steps=budget.steps)).figures
             if name == "":
                 ours.append(100 * figures["success"])
                 plain.append(100 * figures["fixed"]["success"])

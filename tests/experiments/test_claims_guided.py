@@ -41,6 +41,7 @@ def test_guided_success_is_compared_with_plain_attempts_that_the_critic_picks(tw
 def test_dynamic_length_is_compared_with_its_fixed_twin(two_seeds, monkeypatch):
     def evaluated(base, count, budget, fixed):
         assert (budget.judges, fixed.judges) == (True, False)
+        assert budget.steps == fixed.steps
         own = dict(success=base + 0.03 * budget.patience, sampled_tokens=99, cut=32, restarts=64, unanswered=16)
         return guidance.Comparison(own | dict(fixed=dict(success=base, sampled_tokens=100)), [])
 
