@@ -374,12 +374,8 @@ def _joined(address: tuple[str, int], secret: bytes) -> Connection:
         handle.settimeout(None)
         connection = Connection(handle.detach())
     _limit_silence(connection, GREETING_S)
-    try:
-        answer_challenge(connection, secret)
-        deliver_challenge(connection, secret)
-    except BaseException:
-        connection.close()
-        raise
+    answer_challenge(connection, secret)
+    deliver_challenge(connection, secret)
     return connection
 
 
