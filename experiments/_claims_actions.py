@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from experiments._claim import Measured, Request
-from experiments.bench import REFERENCE, median_seconds, one_update
+from experiments.bench import REFERENCE, fresh_learner, median_seconds, one_update
 from sao_jax.report.intervals import mean_interval
 
 SHARES = (0.2, 0.4, 0.6, 0.8)  # of observation tokens
@@ -108,21 +108,12 @@ def _flops(rows: int, length: int) -> float:
 
 def _updates(rows: int, length: int, repetitions: int, asked: Request) -> list[float]:
     """By how many per cent an update of the learner is shorter where that share of its tokens are observations."""
-    import jax
-
     from sao_jax.data.rows import blank_row
-    from sao_jax.learner.layout import Layout
-    from sao_jax.learner.learner import Learner
-    from sao_jax.models.decoder import init_params
     from sao_jax.runtime.config import RunConfig
-    from sao_jax.runtime.devices import data_mesh
 
-    vocabulary, mesh, rng = VOCABULARIES[-1], data_mesh(), np.random.default_rng(0)
+    vocabulary, rng = VOCABULARIES[-1], np.random.default_rng(0)
     config = RunConfig(baseline="batch_mean", kl="off", **REFERENCE).resolved()
-    model = config.model(vocabulary)
-    policy = jax.jit(lambda key: init_params(model, key))(jax.random.key(0))
-    layout = Layout.fit(rows, length, mesh.size, micro_rows=max(1, 1024 // length))
-    learner = Learner(model, config.choices(), config.numbers(), layout, mesh, policy)
+    learner = fresh_learner(config, vocabulary, rows, length, micro_rows=max(1, 1024 // length))
     batches: list[list[dict[str, Any]]] = []
     for share in (0.0, *SHARES):
         batches.append([])

@@ -91,13 +91,9 @@ def update(quick: bool):
     "policy" is an update without a critic and without smoothing; "sao" has the critic trained twice and the KL
     evaluated for smoothing. FLOPs: three forward passes for a gradient, one for each evaluation.
     """
-    import jax
     import numpy as np
 
     from sao_jax.data.rows import blank_row
-    from sao_jax.learner.layout import Layout
-    from sao_jax.learner.learner import Learner
-    from sao_jax.models.decoder import init_params
     from sao_jax.runtime.config import RunConfig
     from sao_jax.runtime.devices import data_mesh
 
@@ -119,10 +115,7 @@ def update(quick: bool):
     for name, config in cases.items():
         config = config.resolved()
         model = config.model(VOCABULARY)
-        micro = max(1, 1024 // length)
-        layout = Layout.fit(batch, length, mesh.size, micro_rows=micro)
-        policy = jax.jit(lambda key, model=model: init_params(model, key))(jax.random.key(0))
-        learner = Learner(model, config.choices(), config.numbers(), layout, mesh, policy)
+        learner = fresh_learner(config, VOCABULARY, batch, length, micro_rows=max(1, 1024 // length))
 
         one_update(learner, rows)
         one_update(learner, rows)
@@ -149,19 +142,30 @@ def update(quick: bool):
         }
 
 
+def fresh_learner(config, vocabulary: int, batch: int, length: int, **layout):
+    """A learner of a resolved configuration with new parameters, on all devices."""
+    import jax
+
+    from sao_jax.learner.layout import Layout
+    from sao_jax.learner.learner import Learner
+    from sao_jax.models.decoder import init_params
+    from sao_jax.runtime.devices import data_mesh
+
+    model, mesh = config.model(vocabulary), data_mesh()
+    policy = jax.jit(lambda key: init_params(model, key))(jax.random.key(0))
+    fitted = Layout.fit(batch, length, mesh.size, **layout)
+    return Learner(model, config.choices(), config.numbers(), fitted, mesh, policy)
+
+
 def packing(quick: bool):
     """The same update on trajectories of mixed length, up to 256 tokens: a row for each, and rows shared by several.
 
     Lengths are lognormal with median 64, so that most are much shorter than the row; the update is the full one.
     """
-    import jax
     import numpy as np
 
     from sao_jax.data.packing import pieces_of
     from sao_jax.data.rows import blank_row
-    from sao_jax.learner.layout import Layout
-    from sao_jax.learner.learner import Learner
-    from sao_jax.models.decoder import init_params
     from sao_jax.runtime.config import RunConfig
     from sao_jax.runtime.devices import data_mesh
 
@@ -175,12 +179,9 @@ def packing(quick: bool):
         row["rewards"][tokens - 1] = rng.integers(0, 2)
         rows.append(row | {"length": np.int32(tokens), "lambda_": np.float32(0.99)})
     config = RunConfig(**REFERENCE).resolved()
-    model = config.model(VOCABULARY)
-    policy = jax.jit(lambda key: init_params(model, key))(jax.random.key(0))
     learners = {}
     for pieces in (1, pieces_of(length)):
-        layout = Layout.fit(batch, length, mesh.size, micro_rows=2, pieces=pieces)
-        learners[pieces] = Learner(model, config.choices(), config.numbers(), layout, mesh, policy)
+        learners[pieces] = fresh_learner(config, VOCABULARY, batch, length, micro_rows=2, pieces=pieces)
         one_update(learners[pieces], rows)
         one_update(learners[pieces], rows)
     seconds = {pieces: [] for pieces in learners}
